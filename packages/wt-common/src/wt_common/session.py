@@ -1,0 +1,475 @@
+"""The agreement channel's wire: frames, authentication and messages. No socket is opened here.
+
+The sender listens; every worker rank and every other trainer rank connects. A frame is 4 bytes of big-endian length and
+that many bytes of JSON, one object with a `type`.
+
+Lifecycle of a connection, `L` the listening side and `C` the connecting one:
+
+1. L: `Challenge`; C: `Auth`, with its own nonce and proof; L: `Welcome`, with its proof, or the connection is closed.
+2. C: `Hello`; L: `Accepted` or `Refused`.
+3. In a round C sends what it reached (`Ready`, `Credit`, `Installed`, `Finishing`), L what may happen next (`Metadata`, `Go`,
+   `Enter`, `Committed`). `StoreSet` publishes a key of the rendezvous to everybody.
+4. Whoever fails says so: C `Failed`, L `Abort`; every worker answers an `Abort` with `Ended`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import struct
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar
+
+from wt_common.errors import TransportError
+
+__all__ = [
+    "FRAME_HEADER",
+    "MAX_FRAME_BYTES",
+    "MAX_UNAUTHENTICATED_FRAME_BYTES",
+    "Abort",
+    "Accepted",
+    "Auth",
+    "Challenge",
+    "Committed",
+    "Credit",
+    "Ended",
+    "Enter",
+    "Failed",
+    "Finishing",
+    "FrameDecoder",
+    "Go",
+    "Hello",
+    "Installed",
+    "Leave",
+    "Message",
+    "Metadata",
+    "Ready",
+    "Refused",
+    "RoundOutcome",
+    "StoreSet",
+    "Welcome",
+    "answer_challenge",
+    "check_fields",
+    "decode_message",
+    "encode_message",
+    "metadata_digest",
+    "proof",
+]
+
+FRAME_HEADER = struct.Struct(">I")
+MAX_UNAUTHENTICATED_FRAME_BYTES = 64 << 10
+"""A handshake message is under 1 KiB; a stranger may not make us allocate more than this."""
+MAX_FRAME_BYTES = 64 << 20
+"""The metadata of 300,000 parameters is about 30 MiB of JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Base of all messages; `type` is the tag on the wire."""
+
+    type: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+# --- 1. authentication -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge(Message):
+    """L: prove that you know the secret of `session`, over this nonce (hex)."""
+
+    type = "challenge"
+    session: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auth(Message):
+    """C: the proof, and a nonce for L to prove itself over."""
+
+    type = "auth"
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(Message):
+    """L: its proof."""
+
+    type = "welcome"
+    proof: str
+
+
+def proof(secret: str, speaker: str, session: str, challenge: str, answer: str) -> str:
+    """HMAC-SHA256, in hex, that `speaker` (`listener` or `connector`) sends over both nonces of a handshake.
+
+    Both nonces and the speaker are in it, so a proof can be neither replayed nor reflected. The first field's order
+    is the wire's: changing it is a new schema major.
+    """
+    text = "\n".join(("wt-session-1", speaker, session, challenge, answer))
+    return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
+
+
+def answer_challenge(challenge: Challenge, *, secret: str, session: str) -> tuple[Auth, str]:
+    """C's answer to `challenge`, and the proof that L's `Welcome` must then carry.
+
+    Raises:
+        TransportError: the listener serves another session.
+    """
+    if challenge.session != session:
+        raise TransportError(f"session: expected {session}, the listener serves {challenge.session}")
+    nonce = secrets.token_hex(16)
+    auth = Auth(nonce=nonce, proof=proof(secret, "connector", session, challenge.nonce, nonce))
+    return auth, proof(secret, "listener", session, challenge.nonce, nonce)
+
+
+# --- 2. who is there -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """C: who it is and which state its model is in.
+
+    A worker is (`engine`, `rank` of `size`); a trainer rank has engine `""`, its trainer rank, and size 0. `open` says that
+    vLLM believes an update to be in progress on this rank; `poisoned` that an earlier round left the model half-written.
+    """
+
+    type = "hello"
+    role: str
+    engine: str
+    rank: int
+    size: int
+    schema: list[int]
+    device: str
+    hostname: str
+    pid: int
+    versions: dict[str, str]
+    open: bool = False
+    poisoned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted(Message):
+    """L: the hello is taken; the connection stays."""
+
+    type = "accepted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Message):
+    """L: the hello cannot be taken, and why (see `error_to_wire`)."""
+
+    type = "refused"
+    error: dict[str, Any]
+
+
+# --- 3. a round ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready(Message):
+    """C: the update call has arrived on this worker. `knows_metadata` is False when the sender must send it."""
+
+    type = "ready"
+    round: int
+    knows_metadata: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata(Message):
+    """L: names, dtypes (`"bfloat16"`, as in `str(torch_dtype)` after the dot) and full shapes, in the order of sending."""
+
+    type = "metadata"
+    round: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    roots: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        lengths = {len(self.names), len(self.dtype_names), len(self.shapes)}
+        if len(lengths) != 1 or len(self.roots) not in (0, len(self.names)):
+            raise ValueError(
+                f"metadata lists differ in length: names {len(self.names)}, dtype_names {len(self.dtype_names)}, "
+                f"shapes {len(self.shapes)}, roots {len(self.roots)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go(Message):
+    """L: transfer now. `rank` of `world_size` is this peer's place in communicator `epoch`, made anew when the epoch is new.
+
+    `remaining_s` is what is left of the round's deadline when L sends this.
+    """
+
+    type = "go"
+    round: int
+    epoch: int
+    rank: int
+    world_size: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSet(Message):
+    """Both ways: `key` of the rendezvous of communicator `epoch` has `value` (base64). L passes it on to all others."""
+
+    type = "store_set"
+    epoch: int
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit(Message):
+    """C: a buffer for one more group is free; groups below `limit` may be entered."""
+
+    type = "credit"
+    round: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enter(Message):
+    """L: everybody has room for `group` and the root has its bytes: enter its collective."""
+
+    type = "enter"
+    round: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed(Message):
+    """C: the model holds the round's weights and could serve them. `num_bytes` is what this rank received."""
+
+    type = "installed"
+    round: int
+    num_bytes: int
+    seconds: dict[str, float]
+    not_synced: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finishing(Message):
+    """C: the finish call has arrived; this worker waits for the verdict and fails the call unless it is `Committed`."""
+
+    type = "finishing"
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Message):
+    """L, the verdict: every worker has installed the round, and no one may fail it any more. The other verdict is `Abort`."""
+
+    type = "committed"
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOutcome(Message):
+    """L, to the other trainer ranks: the round is over for everybody. `report` when committed, else `error`."""
+
+    type = "round_outcome"
+    round: int
+    report: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+
+
+# --- 4. failure ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Message):
+    """C: this rank cannot go on with `round`."""
+
+    type = "failed"
+    round: int
+    error: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort(Message):
+    """L: `round` is over, because of `error`."""
+
+    type = "abort"
+    round: int
+    error: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended(Message):
+    """C: this worker is out of `round` and how that left it. `touched`: a byte of its model may have changed."""
+
+    type = "ended"
+    round: int
+    touched: bool
+    open: bool
+    poisoned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave(Message):
+    """C: it closes this connection on purpose, because of `error` (a later init, or a shutdown)."""
+
+    type = "leave"
+    error: dict[str, Any]
+
+
+_MESSAGES: dict[str, type[Message]] = {
+    cls.type: cls
+    for cls in (
+        Abort,
+        Accepted,
+        Auth,
+        Challenge,
+        Committed,
+        Credit,
+        Ended,
+        Enter,
+        Failed,
+        Finishing,
+        Go,
+        Hello,
+        Installed,
+        Leave,
+        Metadata,
+        Ready,
+        Refused,
+        RoundOutcome,
+        StoreSet,
+        Welcome,
+    )
+}
+
+
+def encode_message(message: Message) -> bytes:
+    """`message` as one frame.
+
+    Raises:
+        TransportError: it is larger than `MAX_FRAME_BYTES`.
+    """
+    body = json.dumps({"type": message.type, **asdict(message)}, separators=(",", ":")).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise TransportError(f"session message {message.type!r}: at most {MAX_FRAME_BYTES} bytes, got {len(body)}")
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+def decode_message(body: bytes) -> Message:
+    """The message in a frame's body. Fields that this side does not know (a newer minor's) are ignored.
+
+    Raises:
+        TransportError: not JSON, not an object, an unknown type, or a field that is missing or of the wrong type.
+    """
+    try:
+        payload = json.loads(body)
+        cls = _MESSAGES[payload["type"]]
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in payload.items() if name in names})
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        raise TransportError(f"session: unreadable message ({type(exc).__name__}: {exc})") from exc
+
+
+class FrameDecoder:
+    """Turns received bytes into messages; it holds at most one frame of `max_bytes` plus what came behind it.
+
+    `max_bytes` starts at `MAX_UNAUTHENTICATED_FRAME_BYTES`; set it to `MAX_FRAME_BYTES` once the peer has proved itself.
+    """
+
+    def __init__(self) -> None:
+        self.max_bytes = MAX_UNAUTHENTICATED_FRAME_BYTES
+        self._buffer = bytearray()
+
+    @property
+    def partial(self) -> bool:
+        """Whether a frame has begun and not ended (then the rest of it is due)."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> None:
+        """Take received bytes."""
+        self._buffer += data
+
+    def next(self) -> Message | None:
+        """The next complete message, or None until more bytes come.
+
+        Raises:
+            TransportError: a frame is longer than `max_bytes`, or its body is unreadable. The stream is then lost.
+        """
+        if len(self._buffer) < FRAME_HEADER.size:
+            return None
+        (length,) = FRAME_HEADER.unpack_from(self._buffer)
+        if length > self.max_bytes:
+            raise TransportError(f"session: a frame may have {self.max_bytes} bytes, got one of {length}")
+        end = FRAME_HEADER.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[FRAME_HEADER.size : end])
+        del self._buffer[:end]
+        return decode_message(body)
+
+
+def metadata_digest(rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
+    """SHA-256, in hex, over (name, dtype name, shape, root) of every parameter in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+    return digest.hexdigest()
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return {name: hint for name, hint in typing.get_type_hints(cls).items() if not _is_classvar(hint)}
+
+
+def _is_classvar(hint: Any) -> bool:
+    return typing.get_origin(hint) is ClassVar
+
+
+def check_fields(instance: Any) -> None:
+    """Every field of the dataclass `instance` has the type it declares (an int passes as float, a bool never as int).
+
+    Lists are checked to the element, since JSON lets anything in; `dict` values are left to who reads them.
+
+    Raises:
+        TypeError: the text names class, field, expected and got.
+    """
+    hints = _hints(type(instance))
+    for each in fields(instance):
+        value = getattr(instance, each.name)
+        if not _matches(value, hints[each.name]):
+            raise TypeError(
+                f"{type(instance).__name__}.{each.name}: expected {each.type}, got {type(value).__name__} {value!r:.80}"
+            )
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, arg) for arg in args)
+    if origin is list:
+        return type(value) is list and all(_matches(item, args[0]) for item in value)
+    if origin is tuple:
+        return (
+            type(value) is tuple
+            and len(value) == len(args)
+            and all(_matches(item, arg) for item, arg in zip(value, args, strict=True))
+        )
+    if origin is dict:
+        return type(value) is dict and all(
+            _matches(key, args[0]) and _matches(item, args[1]) for key, item in value.items()
+        )
+    if hint is float:
+        return type(value) in (int, float)
+    if hint is type(None):
+        return value is None
+    return type(value) is hint

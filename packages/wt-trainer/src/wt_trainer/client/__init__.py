@@ -1,0 +1,6 @@
+"""Clients: how the sender's control calls reach the inference engines."""
+
+from wt_trainer.client.http import HTTPVLLMWeightSyncClient
+from wt_trainer.client.protocol import PauseMode, ServingControl, VLLMWeightSyncClient
+
+__all__ = ["HTTPVLLMWeightSyncClient", "PauseMode", "ServingControl", "VLLMWeightSyncClient"]

@@ -1,0 +1,316 @@
+"""Drives one or several vLLM HTTP servers (or the embedded server) through a weight update."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from wt_common import ConfigurationError, RoundTimeoutError, TransportError, WeightTransferError
+from wt_trainer.client.protocol import PauseMode, UpdatePayload
+
+if TYPE_CHECKING:
+    import requests
+
+__all__ = ["HTTPVLLMWeightSyncClient"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_DEV_MODE_HINT = "start the server with VLLM_SERVER_DEV_MODE=1, which is what enables its RL routes"
+_LATE_RESUME_S = 0.5  # past the deadline: a round that fails there must raise within a second of it
+_MAX_ERROR_CHARS = 2000  # of a server's reply in our error; a worker's traceback fits
+
+
+class HTTPVLLMWeightSyncClient:
+    """The four calls, and serving control, over HTTP to every server of `base_url` at once.
+
+    Args:
+        base_url: `http://host:port` of a server, or several.
+        timeout: seconds that one call may take on every server.
+        pause: what a round does to running requests while it holds a server that was not paused: `keep` (default), `wait`,
+            `abort`, or None to refuse the round instead.
+        api_key: sent as a bearer token.
+        headers: sent with every request.
+        verify: TLS verification as in `requests`: True, False, or the path of a CA bundle.
+        cert: TLS client certificate as in `requests`: a path, or (certificate, key).
+
+    Raises:
+        ConfigurationError: no URL, a URL without http(s) scheme or host, a timeout that is not positive.
+    """
+
+    def __init__(
+        self,
+        base_url: str | Sequence[str],
+        timeout: float = 300,
+        *,
+        pause: PauseMode | None = "keep",
+        api_key: str | None = None,
+        headers: dict[str, str] | None = None,
+        verify: bool | str = True,
+        cert: str | tuple[str, str] | None = None,
+    ) -> None:
+        urls = [base_url] if isinstance(base_url, str) else list(base_url)
+        if not urls:
+            raise ConfigurationError("base_url: expected at least one server, got none")
+        for url in urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ConfigurationError(f"base_url: expected http(s)://host:port, got {url!r}")
+        if timeout <= 0:
+            raise ConfigurationError(f"timeout: expected seconds above 0, got {timeout}")
+        if pause not in ("abort", "wait", "keep", None):
+            raise ConfigurationError(f"pause: expected 'abort', 'wait', 'keep' or None, got {pause!r}")
+        self.base_urls = tuple(url.rstrip("/") for url in urls)
+        self.timeout = float(timeout)
+        self.pause_mode = pause
+        self._headers = dict(headers or {})
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._tls = {"verify": verify, "cert": cert}
+        self._deadline: float | None = None
+
+    def __repr__(self) -> str:
+        return f"HTTPVLLMWeightSyncClient({list(self.base_urls)!r}, timeout={self.timeout:g})"
+
+    # --- the four calls ------------------------------------------------------------------------------------
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Hand `init_info` to every worker of every server."""
+        self._post_all("/init_weight_transfer_engine", json={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Open an update on every server."""
+        self._post_all("/start_weight_update")
+
+    def update_weights(self, update_info: UpdatePayload) -> None:
+        """Have every server's workers receive; returns when all have received."""
+        self._post_all("/update_weights", json={"update_info": _without_raw_handles(update_info)})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Close the update on every server and publish `weight_version`."""
+        self._post_all(
+            "/finish_weight_update", json=None if weight_version is None else {"weight_version": weight_version}
+        )
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Have every server's workers release their transfer resources; they go on serving."""
+        self._post_all("/shutdown_weight_transfer_engine")
+
+    # --- serving control -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def bounded(self, seconds: float) -> Iterator[None]:
+        """Within it, no call lasts longer than what is then left of `seconds` (nor than `timeout`)."""
+        before, self._deadline = self._deadline, time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._deadline = before
+
+    def hosts(self) -> list[str]:
+        """Host part of every URL."""
+        return [urlsplit(url).hostname or "" for url in self.base_urls]
+
+    def world_size(self) -> int | None:
+        """Worker ranks over all servers, data parallelism included."""
+        sizes = self._optional_all("/get_world_size", "world_size")
+        return None if None in sizes else sum(sizes)
+
+    def weight_version(self) -> str | None:
+        """The label that all servers publish; None where they differ, or one is too old to tell (before vLLM 0.28)."""
+        versions = set(self._optional_all("/weight_info", "weight_version"))
+        return versions.pop() if len(versions) == 1 else None
+
+    def set_weight_version(self, version: str) -> None:
+        """Publish `version` on every server without a round."""
+        self._post_all("/update_weight_version", json={"new_version": version})
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop generation on every server; see `PauseMode` for what happens to running requests."""
+        self._post_all("/pause", params={"mode": mode})
+
+    def resume(self) -> None:
+        """Let every server generate again."""
+        self._post_all("/resume")
+
+    def is_paused(self) -> list[bool]:
+        """Whether each server is paused, in the order of `base_urls`."""
+        return self._each(lambda url: bool(self._request("GET", url, "/is_paused").json()["is_paused"]))
+
+    @contextmanager
+    def paused(self, mode: PauseMode | None = None) -> Iterator[None]:
+        """Within it, no server generates; those that were running are resumed after it, whatever happened inside.
+
+        Args:
+            mode: as in `pause`; None is the client's own `pause` setting.
+
+        Raises:
+            ConfigurationError: a server is asleep; or one is running and neither `mode` nor the client's setting allows a pause.
+        """
+        mode = self.pause_mode if mode is None else mode
+        self._refuse_sleeping()
+        running = [url for url, paused in zip(self.base_urls, self.is_paused(), strict=True) if not paused]
+        if running and mode is None:
+            raise ConfigurationError(
+                f"{', '.join(running)}: running, and this client was made with pause=None; pause the server first "
+                "(client.paused('keep')), or let the client do it (pause='keep')"
+            )
+        try:
+            self._post(running, "/pause", params={"mode": mode})
+            yield
+        except BaseException as exc:
+            # Even where the pause failed: another server may have taken it. A failure to resume must not hide `exc`.
+            try:
+                self._resume_bounded(running)
+            except WeightTransferError as resume_error:
+                logger.error("not resumed: %s", resume_error)
+                exc.add_note(f"{', '.join(running)} may still be paused: {resume_error}")
+            raise
+        self._resume_bounded(running)
+
+    def _resume_bounded(self, urls: Sequence[str]) -> None:
+        """Resume even when the round's deadline has passed, but then within a second of it."""
+        left = self.timeout if self._deadline is None else max(self._deadline - time.monotonic(), _LATE_RESUME_S)
+        with self.bounded(left):
+            self._post(urls, "/resume")
+
+    def reset_caches(self) -> list[str]:
+        """Drop prefix, multimodal and encoder caches on every server.
+
+        Returns:
+            A note for each cache that a server has no route for. A prefix cache that was not reset is an error: it would
+            continue requests from keys and values of the old weights.
+        """
+        self._post_all("/reset_prefix_cache")
+        notes = []
+        for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+            missing = [
+                url for url, reply in zip(self.base_urls, self._optional_post(path), strict=True) if reply is None
+            ]
+            notes += [f"{url} has no {path}: that cache was not reset" for url in missing]
+        return notes
+
+    def _refuse_sleeping(self) -> None:
+        asleep = self._optional_all("/is_sleeping", "is_sleeping")
+        urls = [url for url, sleeping in zip(self.base_urls, asleep, strict=True) if sleeping]
+        if urls:
+            raise ConfigurationError(
+                f"{', '.join(urls)}: asleep, so there is no memory to write weights to; wake it up first "
+                "(POST /wake_up?tags=weights)"
+            )
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    def _post_all(self, path: str, **kwargs: Any) -> None:
+        self._post(self.base_urls, path, **kwargs)
+
+    def _post(self, urls: Sequence[str], path: str, **kwargs: Any) -> None:
+        self._each(lambda url: self._request("POST", url, path, **kwargs), urls)
+
+    def _optional_post(self, path: str) -> list[requests.Response | None]:
+        return self._each(lambda url: _none_if_missing(lambda: self._request("POST", url, path)))
+
+    def _optional_all(self, path: str, key: str) -> list[Any]:
+        """`key` of each server's reply to GET `path`; None where the server has no such route."""
+
+        def ask(url: str) -> Any:
+            reply = _none_if_missing(lambda: self._request("GET", url, path))
+            return None if reply is None else reply.json().get(key)
+
+        return self._each(ask)
+
+    def _each(self, call: Callable[[str], T], urls: Sequence[str] | None = None) -> list[T]:
+        """`call(url)` for all `urls` at once; waits for all and raises the first failure in their order.
+
+        Plain daemon threads, not an executor: an executor's threads are joined at exit, and one may hang in a dead server.
+        """
+        urls = self.base_urls if urls is None else urls
+        if len(urls) == 1:
+            return [call(urls[0])]
+        futures: list[Future[T]] = [Future() for _ in urls]
+        for url, future in zip(urls, futures, strict=True):
+            threading.Thread(target=_run_into, args=(future, call, url), name=f"wt-http {url}", daemon=True).start()
+        return [future.result() for future in futures]
+
+    def _request(self, method: str, base_url: str, path: str, **kwargs: Any) -> requests.Response:
+        import requests
+
+        left = self.timeout
+        if self._deadline is not None:
+            left = min(left, self._deadline - time.monotonic())
+        if left <= 0:
+            raise RoundTimeoutError(f"{method} {base_url}{path}: not sent, the deadline has passed", side="trainer")
+        try:
+            reply = requests.request(
+                method, base_url + path, timeout=left, headers=self._headers, **self._tls, **kwargs
+            )
+        except requests.Timeout as exc:
+            raise RoundTimeoutError(f"{method} {base_url}{path}: no reply within {left:.1f} s", side="trainer") from exc
+        except requests.RequestException as exc:
+            raise TransportError(f"{method} {base_url}{path}: {exc}", side="trainer") from exc
+        if reply.ok:
+            return reply
+        raise _HTTPStatusError(
+            f"{reply.status_code} on {method} {base_url}{path}: {_explain(reply)}", reply.status_code
+        )
+
+
+class _HTTPStatusError(TransportError):
+    """The server answered with an error status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, side="trainer")
+        self.status = status
+
+
+def _none_if_missing(call: Callable[[], requests.Response]) -> requests.Response | None:
+    try:
+        return call()
+    except _HTTPStatusError as exc:
+        if exc.status in (404, 405):
+            return None
+        raise
+
+
+def _run_into(future: Future[T], call: Callable[[str], T], url: str) -> None:
+    try:
+        future.set_result(call(url))
+    except BaseException as exc:
+        future.set_exception(exc)
+
+
+def _explain(reply: requests.Response) -> str:
+    """What the server said, or for a missing route, what to do."""
+    if reply.status_code == 404:
+        return _DEV_MODE_HINT
+    if reply.status_code in (401, 403):
+        return "the server refused the credentials; pass api_key=... or headers=..."
+    try:
+        payload = reply.json()
+    except ValueError:
+        return reply.text[:_MAX_ERROR_CHARS]
+    error = payload.get("error", payload) if isinstance(payload, dict) else payload
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)[:_MAX_ERROR_CHARS]
+
+
+def _without_raw_handles(update_info: UpdatePayload) -> UpdatePayload:
+    """`update_info` with `ipc_handles`, which JSON cannot carry, as vLLM's HTTP API takes them (`ipc_handles_pickled`)."""
+    if isinstance(update_info, list):
+        return [_with_pickled_handles(each) for each in update_info]
+    return _with_pickled_handles(update_info)
+
+
+def _with_pickled_handles(update_info: dict[str, Any]) -> dict[str, Any]:
+    if update_info.get("ipc_handles") is None:
+        return update_info
+    rest = {name: value for name, value in update_info.items() if name != "ipc_handles"}
+    pickled = pickle.dumps(update_info["ipc_handles"])
+    return {**rest, "ipc_handles_pickled": base64.b64encode(pickled).decode()}

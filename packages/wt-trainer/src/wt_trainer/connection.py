@@ -1,0 +1,146 @@
+"""One socket of the agreement channel: whole messages in both directions, each under a deadline."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+from wt_common import PeerLostError, RoundTimeoutError, TransportError
+from wt_common.session import MAX_FRAME_BYTES, FrameDecoder, Message, encode_message
+
+__all__ = ["Connection", "close_in_child"]
+
+_CHUNK_BYTES = 1 << 20
+_REST_OF_FRAME_S = 30.0  # once a frame has begun, the rest of at most 64 MiB is due; a peer that stalls longer is lost
+_SEND_S = 5.0  # a peer that does not empty its socket for this long is not reading
+_KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # a vanished host shows in a minute
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_child(sock: socket.socket) -> None:
+    """Have every process that is forked from this one close its copy, so that our end of file stays ours to send."""
+    _sockets.add(sock)
+
+
+def _close_inherited() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class Connection:
+    """A connected socket as a stream of messages.
+
+    `send` may be called from any thread. Until `start_reader` is called the caller receives with `receive`; afterwards one
+    reader thread does. `close` frees whoever is blocked in either.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        close_in_child(sock)
+        self.local_address = str(sock.getsockname()[0])
+        self.peer = "%s:%s" % sock.getpeername()[:2]
+        self._sock = sock
+        self._decoder = FrameDecoder()
+        self._send_lock = threading.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Connection to {self.peer}{' closed' if self._closed else ''}>"
+
+    def trust(self) -> None:
+        """The peer has proved itself: take frames of full size."""
+        self._decoder.max_bytes = MAX_FRAME_BYTES
+
+    def send(self, message: Message, *, timeout_s: float = _SEND_S) -> None:
+        """Send `message` whole.
+
+        Raises:
+            PeerLostError: the connection is closed.
+            RoundTimeoutError: not everything could be handed to the kernel in time; the connection is closed, since the
+                peer could not find the next message's start.
+        """
+        data = memoryview(encode_message(message))
+        deadline = time.monotonic() + timeout_s
+        with self._send_lock:
+            while data:
+                try:
+                    data = data[self._sock.send(data) :]
+                except BlockingIOError:
+                    if not self._wait(select.POLLOUT, deadline):
+                        self.close()
+                        raise RoundTimeoutError(f"session: {self.peer} took no message for {timeout_s:g} s") from None
+                except OSError as exc:
+                    raise PeerLostError(f"session: connection to {self.peer} is lost ({exc})") from exc
+
+    def receive(self, deadline: float | None) -> Message:
+        """The next message; `deadline` (monotonic seconds) is for the whole of it, None waits for its first byte for ever.
+
+        Raises:
+            PeerLostError: the peer closed the connection, or it broke.
+            RoundTimeoutError: the deadline passed, or a frame that had begun was not completed in 30 s.
+            TransportError: the bytes are not a message.
+        """
+        while True:
+            message = self._decoder.next()
+            if message is not None:
+                return message
+            if deadline is None and self._decoder.partial:
+                deadline = time.monotonic() + _REST_OF_FRAME_S
+            if not self._wait(select.POLLIN, deadline):
+                raise RoundTimeoutError(f"session: no complete message from {self.peer} in time")
+            try:
+                data = self._sock.recv(_CHUNK_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as exc:
+                raise PeerLostError(f"session: connection to {self.peer} is lost ({exc})") from exc
+            if not data:
+                raise PeerLostError(f"session: {self.peer} closed the connection")
+            self._decoder.feed(data)
+
+    def start_reader(
+        self, on_message: Callable[[Message], None], on_lost: Callable[[Exception], None], name: str
+    ) -> None:
+        """Have a daemon thread call `on_message` for every message, and `on_lost` once, when there will be no more."""
+
+        def read() -> None:
+            try:
+                while True:
+                    on_message(self.receive(None))
+            except (PeerLostError, RoundTimeoutError, TransportError) as exc:
+                self.close()
+                on_lost(exc)
+
+        threading.Thread(target=read, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Close the socket; blocked calls of other threads raise `PeerLostError`. Idempotent."""
+        self._closed = True
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _wait(self, event: int, deadline: float | None) -> bool:
+        """Whether the socket became ready for `event` before `deadline`; a closed one counts as ready."""
+        if self._closed:
+            raise PeerLostError(f"session: the connection to {self.peer} is closed")
+        poll = select.poll()
+        with suppress(ValueError, OSError):  # closed meanwhile: the next socket call says so
+            poll.register(self._sock, event)
+            return bool(poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3))
+        return True

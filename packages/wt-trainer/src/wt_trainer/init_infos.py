@@ -1,0 +1,82 @@
+"""What a training script fills in for each built-in backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from wt_common import ConfigurationError
+from wt_trainer.engine import TrainerInitInfo
+
+__all__ = ["DenseBroadcastFields", "GlooTrainerInitInfo", "SessionFields"]
+
+
+@dataclass
+class SessionFields:
+    """What every built-in backend takes, beside its own fields.
+
+    Attributes:
+        master_address: local address to listen on, as the workers reach it; None finds the one towards the client's hosts.
+        master_port: port to listen on; None takes a free one.
+        world_size: 1 + all worker ranks, which is then checked; None takes as many as the servers say they have.
+        timeout_s: seconds for a whole round, and for the init; the client's own timeout, if shorter, wins.
+        check_cover: refuse a round that would leave a layer of a model partly loaded.
+    """
+
+    master_address: str | None = None
+    master_port: int | None = None
+    world_size: int | None = None
+    timeout_s: float = field(default=300.0, kw_only=True)
+    check_cover: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ConfigurationError(f"timeout_s: expected seconds above 0, got {self.timeout_s}", side="trainer")
+        if self.world_size is not None and self.world_size < 2:
+            raise ConfigurationError(
+                f"world_size: expected 1 (the sender) plus at least one worker, got {self.world_size}", side="trainer"
+            )
+        if self.master_port is not None and not 0 < self.master_port < 65536:
+            raise ConfigurationError(f"master_port: expected 1 to 65535, got {self.master_port}", side="trainer")
+
+
+@dataclass
+class DenseBroadcastFields(SessionFields):
+    """What the dense broadcast backends take.
+
+    Attributes:
+        packed: small parameters share a group; False sends each parameter on its own.
+        packed_buffer_size_bytes: most bytes in one group, and so the size of one staging buffer on each side.
+        packed_num_buffers: groups in flight, and so the staging buffers on each side.
+    """
+
+    packed: bool = True
+    packed_buffer_size_bytes: int = 1 << 30
+    packed_num_buffers: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("packed_buffer_size_bytes", "packed_num_buffers"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}: expected at least 1, got {getattr(self, name)}", side="trainer")
+
+
+@dataclass
+class GlooTrainerInitInfo(DenseBroadcastFields, TrainerInitInfo):
+    """Dense broadcast over gloo, between CPUs: the CPU twin of `nccl`.
+
+    `packed_buffer_size_bytes` is at most 64 MiB here, the largest message that the gloo channel puts under one timeout.
+    """
+
+    backend: ClassVar[str] = "gloo"
+
+    packed_buffer_size_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packed_buffer_size_bytes > 64 << 20:
+            raise ConfigurationError(
+                f"packed_buffer_size_bytes: backend gloo takes at most {64 << 20}, got {self.packed_buffer_size_bytes}",
+                side="trainer",
+                backend=self.backend,
+            )

@@ -1,0 +1,411 @@
+"""The life of every built-in trainer engine: connect, run rounds, and give each an outcome. Backends only move bytes."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
+
+from wt_common import (
+    SCHEMA,
+    ConfigurationError,
+    Outcome,
+    Phase,
+    PlanError,
+    Side,
+    SourceModeError,
+    StaleSessionError,
+    TransportError,
+    WeightTransferError,
+)
+from wt_common.errors import error_to_wire
+from wt_common.session import Abort, Committed, Ended, Finishing, Installed, Metadata, Ready, metadata_digest
+from wt_trainer.client.protocol import ServingControl, VLLMWeightSyncClient
+from wt_trainer.engine import TrainerInitInfo, TrainerWeightTransferEngine
+from wt_trainer.init_infos import SessionFields
+from wt_trainer.report import TransferReport, WorkerReport
+from wt_trainer.round import Round
+from wt_trainer.session import Peer, Session, local_address_towards
+from wt_trainer.source import WeightSource
+
+__all__ = ["RoundMetadata", "SessionTrainerEngine"]
+
+logger = logging.getLogger(__name__)
+
+_ENDED_GRACE_S = 0.8  # for workers to say how a failed round left them; a round must raise within 1 s of its deadline
+
+TInfo = TypeVar("TInfo", bound=TrainerInitInfo)
+
+
+@dataclass(frozen=True)
+class RoundMetadata:
+    """What a round sends, in order; computed once, since a source's metadata does not change."""
+
+    names: tuple[str, ...]
+    dtype_names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes_bytes: tuple[int, ...]
+    roots: tuple[int, ...]
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = zip(self.names, self.dtype_names, self.shapes, self.roots, strict=True)
+        object.__setattr__(self, "digest", metadata_digest(rows))
+
+    @classmethod
+    def of(cls, source: WeightSource) -> RoundMetadata:
+        """The metadata of `source`.
+
+        Raises:
+            PlanError: a name comes twice.
+        """
+        metas = list(source.metadata)
+        names = tuple(meta.name for meta in metas)
+        if len(set(names)) != len(names):
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise PlanError(f"parameter {twice!r} comes twice in the source's metadata", side=Side.TRAINER, param=twice)
+        return cls(
+            names=names,
+            dtype_names=tuple(str(meta.dtype).rpartition(".")[2] for meta in metas),
+            shapes=tuple(meta.shape for meta in metas),
+            sizes_bytes=tuple(meta.num_bytes for meta in metas),
+            roots=tuple(0 if meta.owners is None else meta.owners[0] for meta in metas),
+        )
+
+    def message(self, round_number: int) -> Metadata:
+        """It as the session carries it."""
+        return Metadata(
+            round=round_number,
+            names=list(self.names),
+            dtype_names=list(self.dtype_names),
+            shapes=[list(shape) for shape in self.shapes],
+            roots=list(self.roots),
+        )
+
+
+class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
+    """What all built-in engines share, on the sender.
+
+    `trainer_init`: open a session, hand its address to the workers through the client, seal the list of who came.
+
+    `send_weights`: 1. pause the servers; 2. `start_weight_update`; 3. `update_weights` on a side thread, while the workers get
+    metadata they do not know, then `Go`, then the backend's bytes, install them and post that; 4. `finish_weight_update` on a
+    side thread, in which the workers wait for 5. the verdict; 6. reset caches, resume. The calling thread watches posts,
+    lost connections, the calls and the deadline all at once: whichever fails first ends the round.
+
+    A backend sets `needs` and implements `_init_fields` and `_transmit`.
+    """
+
+    needs: ClassVar[str | None] = "iter_full"
+    """The source's iterator that this engine runs; None for a delta engine, which takes no source."""
+
+    def __init__(self, init_info: TInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+        self.init_info = init_info
+        self.backend = init_info.backend
+        self._fields = _session_fields(init_info)
+        self._session: Session | None = None
+        self._round_number = 0
+        self._epoch = 0
+        self._metadata: RoundMetadata | None = None
+        self._warned_unpaused = False
+
+    # --- init ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        """A connected engine. Called on every trainer rank; see `WeightTransferTrainerFactory.trainer_init` for errors."""
+        cls._check_source(source)
+        engine = cls(init_info, client=client, source=source)
+        engine._connect()
+        return engine
+
+    @classmethod
+    def _check_source(cls, source: WeightSource | None) -> None:
+        if cls.needs is None:
+            if source is not None:
+                raise ConfigurationError(f"{cls.__name__} sends what send_weights() is given; expected source=None")
+            return
+        if source is None:
+            raise ConfigurationError(f"{cls.__name__} sends the whole model: pass a WeightSource as source=")
+        if not getattr(source, f"implements_{cls.needs}")():
+            raise SourceModeError(f"{cls.__name__} needs a source that implements {cls.needs}(), {source!r} does not")
+
+    def _connect(self) -> None:
+        if self.rank != 0:
+            raise ConfigurationError(
+                f"rank: expected 0, got {self.rank}; trainers of several ranks are not supported yet"
+            )
+        if self.source is not None:
+            self.source.owned_names(self.rank)  # a source that cannot serve this rank says so before anything is opened
+        with self._bounded_calls():
+            expected = self._expected_workers()
+            hosts = self._control.hosts() if self._control else ()
+            session = Session(self._fields.master_address or local_address_towards(hosts), self._fields.master_port)
+            try:
+                with session.running(0, self._timeout_s) as round_:
+                    payload = self._init_payload(session)
+                    call = round_.run(
+                        "init_weight_transfer_engine", lambda: self.client.init_weight_transfer_engine(payload)
+                    )
+                    call.join(unless=lambda: session.refusal)
+                    session.seal(expected)
+            except BaseException as exc:
+                session.close()
+                if isinstance(exc, WeightTransferError):
+                    exc.fill(side=Side.TRAINER, phase="init", backend=self.backend)
+                raise
+        self._session = session
+        logger.debug("%s: %r, workers %s", self.backend, session, [str(peer) for peer in session.workers])
+
+    def _init_payload(self, session: Session) -> dict[str, Any]:
+        return {
+            "session_address": session.address,
+            "session_port": session.port,
+            "session_secret": session.secret,
+            "session": session.id,
+            "schema": list(SCHEMA),
+            "timeout_s": self._timeout_s,
+            "check_cover": self._fields.check_cover,
+            **self._init_fields(),
+        }
+
+    def _expected_workers(self) -> int | None:
+        told = self._control.world_size() if self._control else None
+        given = None if self._fields.world_size is None else self._fields.world_size - 1
+        if told is not None and given is not None and told != given:
+            raise ConfigurationError(
+                f"world_size: expected 1 (the sender) + {told} worker ranks that the servers have, got {given + 1}"
+            )
+        return told if given is None else given
+
+    @property
+    def _control(self) -> ServingControl | None:
+        return self.client if isinstance(self.client, ServingControl) else None
+
+    @property
+    def _timeout_s(self) -> float:
+        return min(self._fields.timeout_s, self._control.timeout if self._control else math.inf)
+
+    # --- a round -------------------------------------------------------------------------------------------
+
+    def send_weights(self, *, weight_version: str | None = None) -> TransferReport:
+        """Every worker has the source's current weights, and publishes them as `weight_version` (None is the round's number).
+
+        Called on every trainer rank; returns or raises the same on all. Tensors are read after the caller's current stream has
+        reached this call, and not after it returns.
+
+        Raises:
+            WeightTransferError: the round failed. `outcome` says how it left the models: `unchanged` (send again),
+                `poisoned` (only a full round repairs them), `committed` (installed, but a later call failed).
+        """
+        session = self._session
+        if session is None:
+            raise StaleSessionError("shut down; call trainer_init again", side=Side.TRAINER, backend=self.backend)
+        self._round_number += 1
+        version = str(self._round_number) if weight_version is None else weight_version
+        with self._bounded_calls(), session.running(self._round_number, self._timeout_s) as round_:
+            try:
+                with self._servers_held(round_):
+                    report = self._run(session, round_, version)
+            except WeightTransferError as exc:
+                exc.fill(
+                    side=Side.TRAINER,
+                    phase=_error_phase(round_.phase),
+                    backend=self.backend,
+                    round=round_.number,
+                    elapsed_s=round_.elapsed_s,
+                    outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
+                )
+                raise
+        report.seconds.update(round_.seconds, total=round_.elapsed_s)
+        logger.info("%s: %s", self.backend, report)
+        return report
+
+    @contextmanager
+    def _servers_held(self, round_: Round) -> Iterator[None]:
+        """Within it, no server of a client of ours generates."""
+        if self._control is None:
+            if not self._warned_unpaused:
+                logger.warning(
+                    "%r cannot be asked whether its servers generate: pause them around send_weights()", self.client
+                )
+                self._warned_unpaused = True
+            yield
+            return
+        hold = ExitStack()
+        with round_.timed("pause"):
+            hold.enter_context(self._control.paused())
+        with hold:
+            yield
+            round_.phase = "resume"
+            started = time.monotonic()
+        round_.seconds["resume"] = time.monotonic() - started
+
+    def _run(self, session: Session, round_: Round, version: str) -> TransferReport:
+        """The round itself. Whatever ends it early, the workers hear so, and `round_.outcome` is set."""
+        try:
+            return self._drive(session, round_, version)
+        except BaseException as exc:
+            error = _as_ours(exc)
+            self._settle(session, round_, error)
+            if error is exc or not isinstance(exc, Exception):
+                raise
+            raise error from exc
+
+    def _drive(self, session: Session, round_: Round, version: str) -> TransferReport:
+        workers = session.workers
+        with round_.timed("start"):
+            self._close_left_open(round_, workers)
+            round_.run("start_weight_update", self.client.start_weight_update).join()
+        with round_.timed("update"):
+            metadata = self._round_metadata()
+            info = {"session": session.id, "round": round_.number, "metadata_digest": metadata.digest}
+            call = round_.run("update_weights", lambda: self.client.update_weights(info))
+            self._agree_on_metadata(session, round_, workers, metadata)
+            num_bytes = self._transmit(session, round_)
+            installed = round_.collect(Installed, workers)
+            call.join()
+        with round_.timed("finish"):
+            takes_version = _takes_argument(self.client.finish_weight_update)
+            arguments = (version,) if takes_version else ()
+            call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
+            round_.collect(Finishing, workers)
+            with round_.changed:
+                round_.check()
+                round_.outcome = Outcome.COMMITTED
+            session.send(workers, Committed(round=round_.number))
+            call.join()
+        self._end_transfer(failed=False)
+        notes = [] if takes_version else ["the client's finish_weight_update takes no version: none was published"]
+        if self._control is not None:
+            notes += self._control.reset_caches()
+        return TransferReport(
+            round=round_.number,
+            version=version if takes_version else None,
+            outcome=Outcome.COMMITTED,
+            backend=self.backend,
+            num_parameters=len(metadata.names),
+            num_bytes=num_bytes,
+            seconds={},
+            workers=tuple(_worker_report(peer, installed[peer.key]) for peer in workers),
+            notes=tuple(notes),
+        )
+
+    def _agree_on_metadata(self, session: Session, round_: Round, workers: list[Peer], metadata: RoundMetadata) -> None:
+        """Every worker is in its update call and has checked the metadata against its model."""
+        ready = round_.collect(Ready, workers)
+        unknowing = [peer for peer in workers if not ready[peer.key].knows_metadata]
+        if unknowing:
+            with round_.changed:
+                for peer in unknowing:
+                    del round_.posts[Ready][peer.key]
+            session.send(unknowing, metadata.message(round_.number))
+            round_.collect(Ready, workers)
+
+    def _close_left_open(self, round_: Round, workers: list[Peer]) -> None:
+        """Close the update that an earlier failed round left open in vLLM's own bookkeeping, or `start` would be refused."""
+        if any(peer.open for peer in workers):
+            round_.run("finish_weight_update", self.client.finish_weight_update).join()
+            for peer in workers:
+                peer.open = False
+
+    def _settle(self, session: Session, round_: Round, error: WeightTransferError) -> None:
+        """Tell every worker that the round is over, and find out how that left it."""
+        round_.fail(error)
+        self._end_transfer(failed=True)
+        workers = session.workers
+        session.notify(workers, Abort(round=round_.number, error=error_to_wire(error)))
+        ended = round_.posts.setdefault(Ended, {})
+        with round_.changed:
+            round_.changed.wait_for(
+                lambda: all(peer.key in ended or peer.lost for peer in workers),
+                min(_ENDED_GRACE_S, round_.remaining_s + _ENDED_GRACE_S / 2),
+            )
+            if round_.outcome is None:
+                touched = any(self._may_be_touched(peer, round_, ended.get(peer.key)) for peer in workers)
+                round_.outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
+
+    @staticmethod
+    def _may_be_touched(peer: Peer, round_: Round, ended: Any) -> bool:
+        """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
+        return ended.touched if isinstance(ended, Ended) else round_.entered
+
+    def _round_metadata(self) -> RoundMetadata:
+        if self._metadata is None:
+            assert self.source is not None  # checked in trainer_init
+            self._metadata = RoundMetadata.of(self.source)
+        return self._metadata
+
+    @contextmanager
+    def _bounded_calls(self) -> Iterator[None]:
+        with self._control.bounded(self._timeout_s) if self._control else nullcontext():
+            yield
+
+    def shutdown(self) -> None:
+        """Close the session: the workers see the end and go on serving; no group, socket or thread of ours is left."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        self._end_transfer(failed=True)
+
+    # --- what a backend implements -------------------------------------------------------------------------
+
+    @abstractmethod
+    def _init_fields(self) -> dict[str, Any]:
+        """The backend's own fields of the init info."""
+
+    @abstractmethod
+    def _transmit(self, session: Session, round_: Round) -> int:
+        """Send the round's bytes to all workers, and return how many; all are out of the trainer's tensors then."""
+
+    def _end_transfer(self, *, failed: bool) -> None:
+        """Called after every round, and at shutdown; `failed` says that nothing half-used may be used again."""
+
+
+def _session_fields(init_info: TrainerInitInfo) -> SessionFields:
+    if not isinstance(init_info, SessionFields):
+        raise ConfigurationError(f"{type(init_info).__name__}: a built-in engine takes its own init info class")
+    return init_info
+
+
+def _as_ours(exc: BaseException) -> WeightTransferError:
+    """`exc` if it is ours, else ours for it: what a user's source or client raised is reported, and chained."""
+    if isinstance(exc, WeightTransferError):
+        return exc
+    return TransportError(f"the trainer failed in the round ({type(exc).__name__}: {exc})", side=Side.TRAINER)
+
+
+def _error_phase(phase: str) -> str | None:
+    return phase if phase in list(Phase) else None
+
+
+def _takes_argument(finish: Any) -> bool:
+    """Whether `finish_weight_update` can be called with a version; a callable without a signature is taken to."""
+    try:
+        signature = inspect.signature(finish)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind("version")
+    except TypeError:
+        return False
+    return True
+
+
+def _worker_report(peer: Peer, installed: Installed) -> WorkerReport:
+    return WorkerReport(
+        engine=peer.hello.engine,
+        rank=peer.hello.rank,
+        num_bytes=installed.num_bytes,
+        seconds=installed.seconds,
+        not_synced=installed.not_synced,
+    )

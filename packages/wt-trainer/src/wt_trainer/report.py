@@ -1,0 +1,75 @@
+"""What `send_weights()` returns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from wt_common import Outcome
+
+__all__ = ["TransferReport", "WorkerReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """One worker rank's part of a round.
+
+    `num_bytes` is what it received, `seconds` its own phases, `not_synced` the model's parameters that the round did not
+    touch (a trainer may leave some out on purpose; nobody should overlook it).
+    """
+
+    engine: str
+    rank: int
+    num_bytes: int
+    seconds: dict[str, float]
+    not_synced: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """How a committed round went; identical on every trainer rank.
+
+    Attributes:
+        round: number of the round in its session, from 1.
+        version: the weight version that the engines now publish; None when the client's finish takes no version.
+        outcome: `committed`; a round that ends otherwise raises.
+        backend: registry name of the backend.
+        num_parameters: parameters sent.
+        num_bytes: bytes sent once on the wire by the data senders together (each worker receives as many).
+        seconds: wall seconds per phase on the sender (`pause`, `start`, `update`, `finish`, `resume`), and `total`.
+        workers: one entry per worker rank.
+        notes: what the user should know about a round that committed all the same (a label or cache that could not be reset).
+    """
+
+    round: int
+    version: str | None
+    outcome: Outcome
+    backend: str
+    num_parameters: int
+    num_bytes: int
+    seconds: dict[str, float]
+    workers: tuple[WorkerReport, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def gb_per_s(self) -> float:
+        """Payload bytes over the seconds of the whole round, in 10^9 bytes per second."""
+        return self.num_bytes / self.seconds["total"] / 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, payload: dict[str, Any]) -> TransferReport:
+        """The report that `to_dict` described."""
+        workers = tuple(WorkerReport(**worker) for worker in payload["workers"])
+        return cls(
+            **{**payload, "workers": workers, "outcome": Outcome(payload["outcome"]), "notes": tuple(payload["notes"])}
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"round {self.round} {self.outcome}, version {self.version}: {self.num_bytes / 1e6:.1f} MB to "
+            f"{len(self.workers)} worker(s) in {self.seconds['total'] * 1e3:.0f} ms ({self.gb_per_s:.2f} GB/s)"
+        )

@@ -1,0 +1,150 @@
+"""One round on the sender: its deadline, its first failure, what each peer has posted, and the calls on side threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from wt_common import Outcome, RoundTimeoutError, Side, TransportError, WeightTransferError
+from wt_common.session import Message
+
+if TYPE_CHECKING:
+    from wt_trainer.session import Peer
+
+__all__ = ["Call", "Round"]
+
+M = TypeVar("M", bound=Message)
+
+
+class Round:
+    """Everything that may end a wait of the sender meets here: a post, a failure, the end of a call, the deadline.
+
+    Args:
+        number: the round's number in its session.
+        timeout_s: seconds from now to the deadline.
+        changed: the session's condition, which guards all fields.
+    """
+
+    def __init__(self, number: int, timeout_s: float, changed: threading.Condition) -> None:
+        self.number = number
+        self.timeout_s = timeout_s
+        self.started = time.monotonic()
+        self.deadline = self.started + timeout_s
+        self.changed = changed
+        self.failure: WeightTransferError | None = None
+        self.posts: dict[type[Message], dict[tuple[str, str, int], Message]] = {}
+        self.credits: dict[tuple[str, str, int], int] = {}
+        self.phase = "init"
+        self.seconds: dict[str, float] = {}
+        self.outcome: Outcome | None = None
+        self.entered = False  # whether a group may have reached a worker
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Within it the round is in `phase`; its seconds are added up under that name."""
+        self.phase = phase
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the round began."""
+        return time.monotonic() - self.started
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left to the deadline; not below 0."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def fail(self, error: WeightTransferError) -> None:
+        """End every wait of this round with `error`; only the first failure counts."""
+        with self.changed:
+            if self.failure is None:
+                self.failure = error.fill(round=self.number, elapsed_s=self.elapsed_s)
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise if the round has failed or its deadline has passed."""
+        self.wait(lambda: True, lambda: "")
+        if self.remaining_s == 0:
+            raise self._timeout(lambda: "the source's next parameter")
+
+    def wait(self, ready: Callable[[], bool], missing: Callable[[], str]) -> None:
+        """Return once `ready()` holds; `missing()` says, at the deadline, what was being waited for.
+
+        Raises:
+            WeightTransferError: the round's first failure, whoever's it is.
+            RoundTimeoutError: the deadline passed.
+        """
+        with self.changed:
+            while True:
+                if self.failure is not None:
+                    raise self.failure
+                if ready():
+                    return
+                if self.remaining_s == 0:
+                    raise self._timeout(missing)
+                self.changed.wait(self.remaining_s)
+
+    def collect(self, kind: type[M], peers: Iterable[Peer]) -> dict[tuple[str, str, int], M]:
+        """The `kind` post of each of `peers`, once all are there. Raises as `wait` does."""
+        peers = list(peers)
+        posts = self.posts.setdefault(kind, {})
+        self.wait(
+            lambda: all(peer.key in posts for peer in peers),
+            lambda: f"{kind.type!r} from " + ", ".join(str(peer) for peer in peers if peer.key not in posts),
+        )
+        return {peer.key: posts[peer.key] for peer in peers}  # type: ignore[misc]  # filed under its own type
+
+    def run(self, name: str, call: Callable[[], Any]) -> Call:
+        """Start `call()` on a side thread; its failure fails the round at once."""
+        return Call(name, call, self)
+
+    def _timeout(self, missing: Callable[[], str]) -> RoundTimeoutError:
+        return RoundTimeoutError(
+            f"the round did not end within {self.timeout_s:g} s; still waiting for {missing()}",
+            side=Side.TRAINER,
+            round=self.number,
+            elapsed_s=self.elapsed_s,
+        )
+
+
+class Call:
+    """A control call on a daemon thread of its own, so that no server can block the sender.
+
+    The thread is never joined; one that outlives its round is named in the round's error.
+    """
+
+    def __init__(self, name: str, call: Callable[[], Any], round_: Round) -> None:
+        self.name = name
+        self.done = False
+        self._round = round_
+        self._thread = threading.Thread(target=self._run, args=(call,), name=f"wt-call {name}", daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except WeightTransferError as exc:
+            self._round.fail(exc.fill(side=Side.TRAINER))
+        except BaseException as exc:
+            error = TransportError(f"{self.name} failed ({type(exc).__name__}: {exc})", side=Side.TRAINER)
+            error.__cause__ = exc
+            self._round.fail(error)
+        finally:
+            with self._round.changed:
+                self.done = True
+                self._round.changed.notify_all()
+
+    def join(self, unless: Callable[[], WeightTransferError | None] = lambda: None) -> None:
+        """Return once the call has returned. Raises what `unless()` gives as soon as it does, else as `Round.wait` does."""
+        self._round.wait(lambda: self.done or unless() is not None, lambda: f"the reply to {self.name}")
+        error = unless()
+        if error is not None:
+            raise error

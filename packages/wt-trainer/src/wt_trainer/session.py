@@ -1,0 +1,366 @@
+"""The sender's end of the agreement channel: who is connected, what each said, and the round in progress."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from wt_common import AgreementError, ConfigurationError, PeerLostError, Side, StaleSessionError, WeightTransferError
+from wt_common.errors import error_from_wire, error_to_wire
+from wt_common.schema import check_schema
+from wt_common.session import (
+    Abort,
+    Accepted,
+    Auth,
+    Challenge,
+    Credit,
+    Ended,
+    Failed,
+    Hello,
+    Leave,
+    Message,
+    Refused,
+    StoreSet,
+    Welcome,
+    proof,
+)
+from wt_trainer.connection import Connection, close_in_child
+from wt_trainer.round import Round
+from wt_trainer.store import RendezvousStore
+
+__all__ = ["Peer", "Session", "local_address_towards"]
+
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 2.0  # for a stranger to prove itself; a peer of ours needs one round trip
+_MAX_PENDING_HANDSHAKES = 64  # threads that strangers may occupy at once; a peer that finds them full tries again
+_NOTIFY_S = 0.5  # for a message to a peer that may be frozen, where the round has failed already
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connected process: a worker rank, or another trainer rank."""
+
+    hello: Hello
+    connection: Connection
+    lost: Exception | None = None
+    open: bool = False
+    poisoned: bool = False
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is a rank of an inference engine."""
+        return self.hello.role == Side.WORKER
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """(role, engine, rank): what it is known by, and how peers are ordered."""
+        return self.hello.role, self.hello.engine, self.hello.rank
+
+    def __str__(self) -> str:
+        if self.is_worker:
+            return f"worker rank {self.hello.rank} of engine {self.hello.engine} ({self.hello.hostname})"
+        return f"trainer rank {self.hello.rank} ({self.hello.hostname})"
+
+
+class Session:
+    """The one listening socket of a transfer, and the peers on it.
+
+    1. The sender opens it, and ships `address`, `port`, `secret` and `id` in the init info.
+    2. Every worker rank and every other trainer rank connects, proves that it knows the secret, and says hello.
+    3. The sender seals the list: no one joins any more; workers are numbered by (engine, rank).
+    4. Rounds run one after the other. A message of another round is answered with an abort.
+
+    The first failure of a peer in a round fails the round. All state is guarded by `changed`.
+
+    Args:
+        address: local address to listen on; it must be the one the peers reach.
+        port: port to listen on; None takes a free one.
+
+    Raises:
+        ConfigurationError: the address is not this host's, or the port is taken.
+    """
+
+    def __init__(self, address: str, port: int | None = None) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            self._listener = socket.create_server((address, port or 0), family=family, backlog=128)
+        except OSError as exc:
+            raise ConfigurationError(
+                f"session: cannot listen on {address} port {port or 'any'} ({exc.strerror}); master_address must be an "
+                "address of this host that the workers reach, master_port free or None",
+                side=Side.TRAINER,
+                phase="init",
+            ) from exc
+        close_in_child(self._listener)
+        self.address = address
+        self.port = int(self._listener.getsockname()[1])
+        self.secret = secrets.token_hex(32)
+        self.id = secrets.token_hex(8)
+        self.changed = threading.Condition()
+        self.store = RendezvousStore(self.changed, self._publish)
+        self.round: Round | None = None
+        self.refusal: WeightTransferError | None = None
+        self._peers: dict[tuple[str, str, int], Peer] = {}
+        self._sealed = False
+        self._closed = False
+        self._pending = threading.BoundedSemaphore(_MAX_PENDING_HANDSHAKES)
+        self._strangers = 0
+        threading.Thread(target=self._accept, name=f"wt-session-accept {self.id}", daemon=True).start()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "sealed" if self._sealed else "open"
+        return f"<Session {self.id} on {self.address}:{self.port}, {state}, {len(self._peers)} peers>"
+
+    # --- who is there --------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[Peer]:
+        """The worker ranks in the order of their numbers: by (engine, rank in engine)."""
+        with self.changed:
+            return sorted((peer for peer in self._peers.values() if peer.is_worker), key=lambda peer: peer.key)
+
+    @property
+    def followers(self) -> list[Peer]:
+        """The other trainer ranks, by rank."""
+        with self.changed:
+            return sorted((peer for peer in self._peers.values() if not peer.is_worker), key=lambda peer: peer.key)
+
+    def seal(self, expected_workers: int | None) -> None:
+        """Close the list of peers after checking that every engine is whole.
+
+        Args:
+            expected_workers: how many worker ranks there must be in all; None accepts what came.
+
+        Raises:
+            AgreementError: nobody came, an engine lacks ranks, or the number differs; the text says who came.
+        """
+        with self.changed:
+            self._sealed = True
+            workers = self.workers
+        engines: dict[str, list[Peer]] = {}
+        for peer in workers:
+            engines.setdefault(peer.hello.engine, []).append(peer)
+        problems = []
+        for engine, ranks in engines.items():
+            missing = sorted(set(range(ranks[0].hello.size)) - {peer.hello.rank for peer in ranks})
+            if missing:
+                problems.append(f"engine {engine} has {ranks[0].hello.size} ranks, of which {missing} did not connect")
+        if not workers:
+            problems.append("no worker connected; does the server run with the wt-worker plugin and backend wt_<name>?")
+        if expected_workers is not None and len(workers) != expected_workers:
+            problems.append(f"expected {expected_workers} worker ranks, got {len(workers)}")
+        if problems:
+            came = ", ".join(map(str, workers)) or "nobody"
+            raise AgreementError(f"session: {'; '.join(problems)}. Connected: {came}", side=Side.TRAINER, phase="init")
+
+    # --- talking -------------------------------------------------------------------------------------------
+
+    def send(self, peers: Iterable[Peer], message: Message) -> None:
+        """Send `message` to each of `peers`; one that cannot take it is lost, which fails the round."""
+        for peer in peers:
+            try:
+                peer.connection.send(message)
+            except WeightTransferError as exc:
+                self._on_lost(peer, exc)
+
+    def notify(self, peers: Iterable[Peer], message: Message) -> None:
+        """Send `message` to each of `peers` that takes it at once; for a round that has failed already."""
+        for peer in peers:
+            if peer.lost is None:
+                with suppress(WeightTransferError):
+                    peer.connection.send(message, timeout_s=_NOTIFY_S)
+
+    @contextmanager
+    def running(self, number: int, timeout_s: float) -> Iterator[Round]:
+        """Within it, round `number` is in progress. A round that finds a peer gone has failed already.
+
+        Raises:
+            StaleSessionError: the session is closed.
+        """
+        with self.changed:
+            if self._closed:
+                raise StaleSessionError("session: closed; call trainer_init again", side=Side.TRAINER, round=number)
+            self.round = round_ = Round(number, timeout_s, self.changed)
+            for peer in self._peers.values():
+                if peer.lost is not None:
+                    round_.fail(_lost_error(peer, peer.lost))
+        try:
+            yield round_
+        finally:
+            with self.changed:
+                self.round = None
+
+    def close(self) -> None:
+        """Close the listener and every connection; peers see end of file. Idempotent."""
+        with self.changed:
+            self._closed = True
+            peers = list(self._peers.values())
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # frees the accepting thread
+        self._listener.close()
+        for peer in peers:
+            peer.connection.close()
+
+    # --- threads: accepting, handshakes, readers -----------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if not self._pending.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(
+                target=self._handshake, args=(sock,), name=f"wt-session-handshake {self.id}", daemon=True
+            ).start()
+
+    def _handshake(self, sock: socket.socket) -> None:
+        connection = None
+        try:
+            connection = Connection(sock)
+            hello = self._authenticate(connection)
+            self._admit(connection, hello)
+        except (WeightTransferError, OSError) as exc:
+            self._log_stranger(exc)
+            if connection is not None:
+                connection.close()
+            sock.close()
+        finally:
+            self._pending.release()
+
+    def _authenticate(self, connection: Connection) -> Hello:
+        """The hello of a peer that proved to know the secret; raises for anybody else."""
+        deadline = time.monotonic() + _HANDSHAKE_S
+        nonce = secrets.token_hex(16)
+        connection.send(Challenge(session=self.id, nonce=nonce), timeout_s=_HANDSHAKE_S)
+        auth = connection.receive(deadline)
+        if not isinstance(auth, Auth):
+            raise AgreementError(f"session: {connection.peer} sent {auth.type!r} before it proved itself")
+        if not hmac.compare_digest(auth.proof, proof(self.secret, "connector", self.id, nonce, auth.nonce)):
+            raise AgreementError(f"session: {connection.peer} does not know the secret")
+        connection.trust()
+        connection.send(Welcome(proof=proof(self.secret, "listener", self.id, nonce, auth.nonce)))
+        hello = connection.receive(deadline)
+        if not isinstance(hello, Hello):
+            raise AgreementError(f"session: {connection.peer} sent {hello.type!r} instead of a hello")
+        return hello
+
+    def _admit(self, connection: Connection, hello: Hello) -> None:
+        peer = Peer(hello, connection, open=hello.open, poisoned=hello.poisoned)
+        try:
+            check_schema(hello.schema)
+            with self.changed:
+                self._check_new(peer)
+                self._peers[peer.key] = peer
+        except AgreementError as exc:
+            exc.fill(side=Side.TRAINER, phase="init", engine=hello.engine or None, rank=hello.rank)
+            with self.changed:
+                self.refusal = self.refusal or exc
+                self.changed.notify_all()
+            self.notify([peer], Refused(error=error_to_wire(exc)))
+            connection.close()
+            return
+        connection.send(Accepted())
+        connection.start_reader(
+            lambda message: self._on_message(peer, message),
+            lambda exc: self._on_lost(peer, exc),
+            name=f"wt-session-reader {peer.hello.role} {peer.hello.rank}",
+        )
+        with self.changed:
+            self.changed.notify_all()
+
+    def _check_new(self, peer: Peer) -> None:
+        if peer.hello.role not in list(Side):
+            raise AgreementError(f"session: expected role 'worker' or 'trainer', got {peer.hello.role!r}")
+        if self._sealed and peer.is_worker:
+            raise AgreementError(
+                f"session: {peer} came after the list of workers was sealed; the trainer must init again"
+            )
+        if peer.key in self._peers and self._peers[peer.key].lost is None:
+            raise AgreementError(f"session: two live connections say they are {peer}")
+
+    def _on_message(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, StoreSet):
+            self.store.receive(message, origin=peer)
+            return
+        if isinstance(message, Leave):
+            self._on_lost(peer, error_from_wire(message.error))
+            return
+        number = getattr(message, "round", None)
+        with self.changed:
+            current = self.round
+            if isinstance(message, Ended):
+                peer.open, peer.poisoned = message.open, message.poisoned
+            if current is not None and number == current.number:
+                if isinstance(message, Failed):
+                    error = error_from_wire(message.error)
+                    current.fail(
+                        error.fill(side=peer.hello.role, engine=peer.hello.engine or None, rank=peer.hello.rank)
+                    )
+                elif isinstance(message, Credit):
+                    current.credits[peer.key] = message.limit
+                current.posts.setdefault(type(message), {})[peer.key] = message
+                self.changed.notify_all()
+                return
+        if not isinstance(message, (Ended, Failed, Credit)):  # those need no answer: their sender waits for nothing
+            stale = StaleSessionError(f"round {number} is over (session {self.id})", side=Side.TRAINER, round=number)
+            self.notify([peer], Abort(round=int(number or 0), error=error_to_wire(stale)))
+
+    def _on_lost(self, peer: Peer, exc: Exception) -> None:
+        peer.connection.close()
+        with self.changed:
+            if peer.lost is None:
+                peer.lost = exc
+            if self.round is not None and not self._closed:
+                self.round.fail(_lost_error(peer, exc))
+            self.changed.notify_all()
+
+    def _publish(self, message: StoreSet, origin: object) -> None:
+        self.send((peer for peer in [*self.workers, *self.followers] if peer is not origin and not peer.lost), message)
+
+    def _log_stranger(self, exc: Exception) -> None:
+        self._strangers += 1
+        logger.log(
+            logging.WARNING if self._strangers == 1 else logging.DEBUG,
+            "refused a connection to the session's port %d: %s (further ones are logged at DEBUG)",
+            self.port,
+            exc,
+        )
+
+
+def _lost_error(peer: Peer, exc: Exception) -> WeightTransferError:
+    if isinstance(exc, StaleSessionError):  # the peer said so itself: a later init replaced this session
+        return exc
+    return PeerLostError(
+        f"{peer} is gone ({exc}); restart it if it died, then call trainer_init again",
+        side=peer.hello.role,
+        engine=peer.hello.engine or None,
+        rank=peer.hello.rank,
+    )
+
+
+def local_address_towards(hosts: Iterable[str]) -> str:
+    """This host's address as the first resolvable of `hosts` sees it; without one, the host's own name, or loopback."""
+    candidates: list[Callable[[], str]] = [lambda host=host: _address_used_for(host) for host in hosts]  # type: ignore[misc]
+    candidates.append(lambda: socket.gethostbyname(socket.gethostname()))
+    for candidate in candidates:
+        with suppress(OSError):
+            return candidate()
+    return "127.0.0.1"
+
+
+def _address_used_for(host: str) -> str:
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing: the kernel only picks the route, and with it our address
+        return str(probe.getsockname()[0])

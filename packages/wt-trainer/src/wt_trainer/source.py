@@ -1,0 +1,259 @@
+"""What the trainer sends: names, dtypes, shapes and layout, and the iterators that yield the tensors."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import getattr_static
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from wt_common import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["ModuleSource", "ParamMeta", "Placement", "Replicate", "Shard", "WeightSource", "materialize_full_tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along this mesh axis holds the whole parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The ranks along this mesh axis hold pieces of tensor dimension `dim`, split as `torch.chunk` does."""
+
+    dim: int
+
+
+Placement: TypeAlias = Replicate | Shard
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """One parameter as it is sent: identical on every trainer rank, so that every rank plans without an exchange.
+
+    Attributes:
+        name: checkpoint name, as the inference engine's loader takes it.
+        dtype: dtype of the yielded tensors.
+        shape: full (unsharded) shape.
+        owners: trainer ranks that hold it, in mesh order; None is all.
+        mesh_shape: row-major shape of the owners' mesh; default `(len(owners),)`.
+        placements: one per mesh axis, describing what `iter_local()` yields; None (also given as all `Replicate`) is
+            replicated. When two axes shard one dim, the outer axis splits first.
+
+    Raises:
+        ValueError: owners are empty, repeated or negative; mesh_shape does not multiply to their number; placements are not
+            one per axis or name a dim that the shape lacks; mesh_shape or placements without owners.
+        TypeError: an owner is not an int, or a placement is neither `Replicate` nor `Shard`.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = field(default=None, kw_only=True)
+    mesh_shape: tuple[int, ...] | None = field(default=None, kw_only=True)
+    placements: tuple[Placement, ...] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__  # the dataclass is frozen; normalised once, here
+        set_(self, "shape", tuple(int(size) for size in self.shape))
+        if self.owners is None:
+            if self.mesh_shape is not None or self.placements is not None:
+                raise ValueError(f"parameter {self.name!r}: mesh_shape and placements need owners, got owners=None")
+            return
+        set_(self, "owners", tuple(self.owners))
+        _check_owners(self.name, self.owners)
+        set_(self, "mesh_shape", (len(self.owners),) if self.mesh_shape is None else tuple(self.mesh_shape))
+        assert self.mesh_shape is not None  # for the type checker; set on the line above
+        if any(size < 1 for size in self.mesh_shape) or prod(self.mesh_shape) != len(self.owners):
+            raise ValueError(
+                f"parameter {self.name!r}: mesh_shape {self.mesh_shape} must multiply to the {len(self.owners)} owners"
+            )
+        if self.placements is not None:
+            set_(self, "placements", _checked_placements(self.name, self.placements, self.mesh_shape, len(self.shape)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _check_owners(name: str, owners: tuple[int, ...]) -> None:
+    if any(type(owner) is not int for owner in owners):
+        raise TypeError(f"parameter {name!r}: owners must be ints, got {owners!r}")
+    if not owners or len(set(owners)) != len(owners) or min(owners) < 0:
+        raise ValueError(f"parameter {name!r}: owners must be distinct trainer ranks, at least one, got {owners!r}")
+
+
+def _checked_placements(
+    name: str, placements: Sequence[Placement], mesh_shape: tuple[int, ...], ndim: int
+) -> tuple[Placement, ...] | None:
+    if len(placements) != len(mesh_shape):
+        raise ValueError(
+            f"parameter {name!r}: expected one placement for each of the {len(mesh_shape)} mesh axes, got {len(placements)}"
+        )
+    for placement in placements:
+        if not isinstance(placement, (Replicate, Shard)):
+            raise TypeError(f"parameter {name!r}: a placement is Replicate() or Shard(dim), got {placement!r}")
+        if isinstance(placement, Shard) and not 0 <= placement.dim < ndim:
+            raise ValueError(f"parameter {name!r} shards dim {placement.dim} of a {ndim}-D tensor")
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return None
+    return tuple(placements)
+
+
+class WeightSource(ABC):
+    """The trainer's weights: `metadata` says what will come, an iterator yields it, freshly on each call.
+
+    1. Every trainer rank builds one with identical `metadata`.
+    2. Each round, every rank runs the iterator that the backend needs, once: `iter_full()` yields whole tensors (broadcast,
+       shared memory, rdt), `iter_local()` this rank's shards (mesh to mesh). Both yield exactly `owned_names(rank)`, in
+       metadata order, with the declared dtypes and shapes, on the caller's current stream.
+    3. An iterator may run collectives among a parameter's owners, so all ranks iterate in the same order.
+
+    Names that share a layer index (the outermost all-digit segment of the name) are contiguous in `metadata`.
+
+    Raises:
+        TypeError: when a subclass is created whose `metadata` is not a `functools.cached_property` (it is read on every
+            round, and may cost a collective).
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        declared = getattr_static(cls, "metadata")
+        if declared is not getattr_static(WeightSource, "metadata") and not isinstance(declared, cached_property):
+            raise TypeError(
+                f"{cls.__name__}.metadata must be a functools.cached_property, got {type(declared).__name__}: decorate it "
+                "with @functools.cached_property"
+            )
+
+    @property
+    @abstractmethod
+    def metadata(self) -> Sequence[ParamMeta]:
+        """Every parameter of the model, in the order of sending, the same on every trainer rank."""
+
+    def owned_names(self, rank: int) -> list[str]:
+        """The names that trainer rank `rank` yields, in metadata order."""
+        return [meta.name for meta in self.metadata if meta.owners is None or rank in meta.owners]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor) for each name this rank owns."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement iter_full()")
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, this rank's shard) for each name this rank owns."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement iter_local()")
+
+    def implements_iter_full(self) -> bool:
+        """Whether this source overrides `iter_full`."""
+        return type(self).iter_full is not WeightSource.iter_full
+
+    def implements_iter_local(self) -> bool:
+        """Whether this source overrides `iter_local`."""
+        return type(self).iter_local is not WeightSource.iter_local
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.iter_full()
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a DTensor, without importing DTensor's module (0.5 s) where nobody has used it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def materialize_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as one whole local tensor: a DTensor is gathered (a collective of its mesh), others are returned as they are."""
+    full_tensor = getattr(tensor, "full_tensor", None)
+    return full_tensor() if callable(full_tensor) else tensor
+
+
+class ModuleSource(WeightSource):
+    """The parameters of a module, plain or sharded by FSDP2 or tensor parallelism (DTensor).
+
+    A plain tensor is owned by every rank; a DTensor by the ranks of its mesh, with its placements. A `Partial` or
+    strided placement is declared replicated and gathered in both modes. Tied parameters come once, under their first
+    name; buffers are not sent.
+
+    Args:
+        module: its `named_parameters()` names must be those that the inference engine's loader takes.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    @cached_property
+    def metadata(self) -> Sequence[ParamMeta]:  # type: ignore[override]  # a cached_property is a property to readers
+        """Names, dtypes and global shapes; no gather."""
+        return [self._describe(name, param) for name, param in self._module.named_parameters()]
+
+    def owned_names(self, rank: int) -> list[str]:
+        """The names that trainer rank `rank` yields.
+
+        Raises:
+            ConfigurationError: there are DTensors, whose owners are ranks of the default process group, and this process
+                has another rank there than `rank`.
+        """
+        if any(meta.owners is not None for meta in self.metadata) and torch.distributed.get_rank() != rank:
+            raise ConfigurationError(
+                f"ModuleSource: a DTensor's owners are ranks of the default process group; expected rank {rank} as in the "
+                f"init info, the default group has {torch.distributed.get_rank()}. Number trainer ranks as that group does",
+                side="trainer",
+            )
+        return super().owned_names(rank)
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors; a DTensor costs one all-gather of its mesh."""
+        for name, param in self._owned_parameters():
+            yield name, materialize_full_tensor(param.detach())
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's shards (whole tensors where the metadata declares a parameter replicated)."""
+        placements = {meta.name: meta.placements for meta in self.metadata}
+        for name, param in self._owned_parameters():
+            if placements[name] is not None:
+                yield name, param.detach().to_local()  # type: ignore[operator]  # placements are set for DTensors only
+            else:
+                yield name, materialize_full_tensor(param.detach())
+
+    def _owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, param in self._module.named_parameters():
+            # A rank outside a DTensor's mesh holds no shard of it and must not join its gather.
+            if not _is_dtensor(param) or param.device_mesh.get_coordinate() is not None:  # type: ignore[attr-defined]
+                yield name, param
+
+    def _describe(self, name: str, param: torch.nn.Parameter) -> ParamMeta:
+        if not _is_dtensor(param):
+            return ParamMeta(name, param.dtype, tuple(param.shape))
+        tensor: DTensor = param  # type: ignore[assignment]  # checked two lines above
+        mesh = tensor.device_mesh.mesh
+        return ParamMeta(
+            name,
+            tensor.dtype,
+            tuple(tensor.shape),
+            owners=tuple(int(rank) for rank in mesh.flatten().tolist()),
+            mesh_shape=tuple(mesh.shape),
+            placements=_placements_of(tensor),
+        )
+
+
+def _placements_of(tensor: DTensor) -> tuple[Placement, ...] | None:
+    """DTensor's placements in ours, or None where they cannot be sent as pieces (Partial, strided shards)."""
+    result: list[Placement] = []
+    for placement in tensor.placements:
+        kind = type(placement).__name__  # by name: a strided shard subclasses Shard, and its class is private
+        if kind == "Replicate":
+            result.append(Replicate())
+        elif kind == "Shard":
+            result.append(Shard(placement.dim % tensor.ndim))  # type: ignore[attr-defined]
+        else:
+            return None
+    return tuple(result)

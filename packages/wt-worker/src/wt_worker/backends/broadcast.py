@@ -1,0 +1,154 @@
+"""Dense broadcast: every parameter, whole, from the sender to all workers at once.
+
+The trainer's end is `wt_trainer/backends/broadcast.py`, which lists the protocol's steps. Both sides compute the groups from
+the metadata (`wt_common.packing`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+
+from wt_common import Side, TransportError, WeightTransferError
+from wt_common.broadcast import DenseBroadcastInitInfo
+from wt_common.packing import Group, plan_groups
+from wt_common.session import Credit, Go, Metadata
+from wt_worker.channels.gloo import GlooChannel
+from wt_worker.installers.base import Installer
+from wt_worker.lifecycle import SessionWeightTransferEngine
+from wt_worker.round import Round
+from wt_worker.session import WorkerSession
+
+__all__ = ["GlooWeightTransferEngine"]
+
+
+class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInfo]):
+    """Dense broadcast over gloo, between CPUs: the CPU twin of `nccl`."""
+
+    init_info_cls = DenseBroadcastInitInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._channel: GlooChannel | None = None
+        self._epoch = 0
+        self._staging: list[torch.Tensor] = []
+
+    def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, installer: Installer) -> int:
+        info = self._init_info
+        assert info is not None  # receiving follows an init
+        dtypes = [getattr(torch, name) for name in metadata.dtype_names]
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(metadata.shapes, dtypes, strict=True)]
+        groups = plan_groups(sizes, max_bytes=info.max_group_bytes, max_pieces=info.max_group_pieces)
+        if go.epoch != self._epoch:
+            self._channel = None
+        while len(self._staging) < min(info.num_buffers, len(groups)):
+            self._staging.append(torch.empty(info.max_group_bytes, dtype=torch.uint8))
+        arrived = _Arrivals(round_)
+        threading.Thread(
+            target=self._pump, args=(session, round_, go, groups, arrived), name=f"wt-receive {session.id}", daemon=True
+        ).start()
+        session.send(Credit(round=round_.number, limit=info.num_buffers))
+        assembly = _Assembly(metadata, dtypes, sizes)
+        for number, group in enumerate(groups):
+            arrived.wait_for(number)
+            complete = assembly.take(group, self._staging[number % info.num_buffers])
+            session.send(Credit(round=round_.number, limit=number + 1 + info.num_buffers))
+            installer.install(complete)
+        installer.install(assembly.empty_parameters())
+        return sum(sizes)
+
+    def _end_transfer(self, *, failed: bool) -> None:
+        if failed:
+            # A receive that was abandoned goes on writing into its buffer: never use that, or its group, again.
+            self._staging = []
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+
+    def _pump(
+        self, session: WorkerSession, round_: Round, go: Go, groups: tuple[Group, ...], arrived: _Arrivals
+    ) -> None:
+        """On a thread of its own: enter each group's broadcast when the sender says that everybody is ready for it."""
+        staging = self._staging
+        try:
+            channel = self._channel
+            if channel is None:
+                channel = GlooChannel(
+                    session.store,
+                    epoch=go.epoch,
+                    rank=go.rank,
+                    world_size=go.world_size,
+                    address=session.local_address,
+                    deadline=round_.deadline,
+                )
+                with round_.changed:
+                    round_.wait(
+                        lambda: True, ""
+                    )  # a failed round has dropped the channel already: do not bring one back
+                    self._channel, self._epoch = channel, go.epoch
+            for number, group in enumerate(groups):
+                round_.wait(
+                    lambda number=number: round_.num_entered > number,  # type: ignore[misc]
+                    f"the trainer to send group {number} of {len(groups)}",
+                )
+                channel.broadcast(staging[number % len(staging)][: group.num_bytes], round_.deadline)
+                arrived.mark(number)
+        except WeightTransferError as exc:
+            round_.fail(exc.fill(side=Side.WORKER))
+        except Exception as exc:
+            round_.fail(TransportError(f"the receiving thread failed ({type(exc).__name__}: {exc})", side=Side.WORKER))
+
+
+class _Arrivals:
+    """How many groups are in their buffers, between the receiving thread and the worker's own."""
+
+    def __init__(self, round_: Round) -> None:
+        self._round = round_
+        self._count = 0
+
+    def mark(self, number: int) -> None:
+        with self._round.changed:
+            self._count = number + 1
+            self._round.changed.notify_all()
+
+    def wait_for(self, number: int) -> None:
+        self._round.wait(lambda: self._count > number, f"group {number}")
+
+
+class _Assembly:
+    """Puts pieces together to parameters that own their memory: vLLM keeps what it is given until a layer is complete."""
+
+    def __init__(self, metadata: Metadata, dtypes: list[torch.dtype], sizes: list[int]) -> None:
+        self._metadata = metadata
+        self._dtypes = dtypes
+        self._sizes = sizes
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Copy `group` out of `buffer`, which is free afterwards; returns the parameters that are complete now."""
+        return list(self._complete(group, buffer))
+
+    def empty_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """The parameters without elements, which no group carries."""
+        return [
+            self._parameter(index, torch.empty(0, dtype=torch.uint8))
+            for index, size in enumerate(self._sizes)
+            if size == 0
+        ]
+
+    def _complete(self, group: Group, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        for piece in group.pieces:
+            if piece.start == 0:
+                self._flat = torch.empty(self._sizes[piece.index], dtype=torch.uint8)
+            end = piece.start + piece.num_bytes
+            self._flat[piece.start : end].copy_(buffer[piece.offset : piece.offset + piece.num_bytes])
+            if end == self._sizes[piece.index]:
+                yield self._parameter(piece.index, self._flat)
+
+    def _parameter(self, index: int, flat: torch.Tensor) -> tuple[str, torch.Tensor]:
+        shape = self._metadata.shapes[index]
+        return self._metadata.names[index], flat.view(self._dtypes[index]).reshape(shape)

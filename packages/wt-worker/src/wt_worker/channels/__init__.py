@@ -1,0 +1,1 @@
+"""How bytes move. A channel knows nothing of rounds, parameters or models."""

@@ -1,0 +1,104 @@
+"""Bytes between CPUs over gloo, in a process group of our own beside any default group."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed.distributed_c10d import BroadcastOptions
+
+from wt_common import RoundTimeoutError, Side, TransportError
+from wt_worker.store import RendezvousStore
+
+__all__ = ["GlooChannel"]
+
+OP_TIMEOUT_S = 5.0
+"""For one broadcast of at most 64 MiB, entered when everybody is ready for it: 100 Mbit/s still makes it. gloo notices a
+peer that dies in mid-transfer only at this timeout, so this is also how long an abandoned thread may live."""
+
+
+class GlooChannel:
+    """A gloo group of one root (rank 0, a trainer) and its receivers, of which this process is one.
+
+    An op that was abandoned at its timeout goes on in gloo's threads and cannot be stopped. After any failure the channel is
+    dead: close it and make another, with a new epoch.
+
+    Attributes:
+        receives_in_place: False; what is received must be staged, since an abandoned receive goes on writing.
+        abortable: False; a blocked op ends by itself at `OP_TIMEOUT_S`, never sooner.
+    """
+
+    receives_in_place = False
+    abortable = False
+
+    def __init__(
+        self, store: RendezvousStore, *, epoch: int, rank: int, world_size: int, address: str, deadline: float
+    ) -> None:
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=OP_TIMEOUT_S)
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        try:
+            self._group: Any = ProcessGroupGloo(_SessionStore(store, epoch, deadline), rank, world_size, options)
+        except RuntimeError as exc:
+            raise TransportError(f"gloo: rank {rank} of {world_size} cannot join ({exc})", side=Side.WORKER) from exc
+        self._options = BroadcastOptions()
+        self._options.rootRank = 0
+
+    def broadcast(self, buffer: torch.Tensor, deadline: float) -> None:
+        """Fill `buffer` with what rank 0 sends; blocks at most `OP_TIMEOUT_S`, or to `deadline` (monotonic seconds).
+
+        Every rank must enter with the same number of bytes: gloo ends the process of a receiver that differs.
+
+        Args:
+            buffer: 1-D uint8, contiguous, on the CPU.
+
+        Raises:
+            RoundTimeoutError, TransportError: not everybody took part in time, or the group broke.
+        """
+        if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device.type != "cpu":
+            raise TransportError(
+                f"gloo: expected a contiguous uint8 CPU tensor, got {buffer.dtype} on {buffer.device}", side=Side.WORKER
+            )
+        left = min(OP_TIMEOUT_S, deadline - time.monotonic())
+        if left <= 0:
+            raise RoundTimeoutError("gloo: the deadline passed before the broadcast was entered", side=Side.WORKER)
+        group = self._group  # keeps the group alive here: dropping the last reference waits for the op
+        if group is None:
+            raise TransportError("gloo: the channel is closed", side=Side.WORKER)
+        self._options.timeout = timedelta(seconds=left)
+        try:
+            group.broadcast([buffer], self._options).wait()
+        except RuntimeError as exc:
+            raise TransportError(
+                f"gloo: a broadcast of {buffer.numel()} bytes failed ({exc})", side=Side.WORKER
+            ) from exc
+
+    def close(self) -> None:
+        """Leave the group, at once; an op that is still blocked keeps it alive until its timeout."""
+        self._group = None
+
+
+class _SessionStore(Store):  # type: ignore[misc]  # torch's C++ class has no type
+    """torch's store interface over the session's rendezvous."""
+
+    def __init__(self, store: RendezvousStore, epoch: int, deadline: float) -> None:
+        super().__init__()
+        self._store = store
+        self._epoch = epoch
+        self._deadline = deadline
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._epoch, key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._epoch, key, self._deadline)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._store.has(self._epoch, key) for key in keys)

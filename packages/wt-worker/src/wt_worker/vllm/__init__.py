@@ -1,0 +1,1 @@
+"""The only modules that import vLLM: the plugin that vLLM loads, and its layerwise reload."""
