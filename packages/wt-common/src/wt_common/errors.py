@@ -116,7 +116,7 @@ class WeightTransferError(Exception):
         self.param = param
         self.backend = backend
         self.round = round
-        self.elapsed_s = elapsed_s
+        self.elapsed_s = None if elapsed_s is None else float(elapsed_s)
         self.outcome = None if outcome is None else Outcome(outcome)
 
     def __str__(self) -> str:
@@ -258,5 +258,5 @@ def error_from_wire(payload: dict[str, Any]) -> WeightTransferError:
     known = ("side", "rank", "engine", "phase", "param", "backend", "round", "elapsed_s", "outcome")
     try:
         return cls(message, **{name: fields[name] for name in known if name in fields})
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return cls(message)

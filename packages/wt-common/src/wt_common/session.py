@@ -14,6 +14,7 @@ Lifecycle of a connection, `L` the listening side and `C` the connecting one:
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -34,6 +35,7 @@ __all__ = [
     "MAX_UNAUTHENTICATED_FRAME_BYTES",
     "Abort",
     "Accepted",
+    "AskState",
     "Auth",
     "Challenge",
     "Committed",
@@ -52,6 +54,7 @@ __all__ = [
     "Ready",
     "Refused",
     "RoundOutcome",
+    "State",
     "StoreSet",
     "Welcome",
     "answer_challenge",
@@ -90,6 +93,10 @@ class Challenge(Message):
     session: str
     nonce: str
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_hex(self, "nonce")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auth(Message):
@@ -99,6 +106,10 @@ class Auth(Message):
     nonce: str
     proof: str
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_hex(self, "nonce", "proof")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
@@ -106,6 +117,18 @@ class Welcome(Message):
 
     type = "welcome"
     proof: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_hex(self, "proof")
+
+
+def _check_hex(message: Message, *names: str) -> None:
+    """Strangers send anything, and `hmac` takes ASCII only."""
+    for name in names:
+        value = getattr(message, name)
+        if not value or not set(value) <= set("0123456789abcdef"):
+            raise ValueError(f"{type(message).__name__}.{name}: expected hex, got {value!r:.80}")
 
 
 def proof(secret: str, speaker: str, session: str, challenge: str, answer: str) -> str:
@@ -118,12 +141,15 @@ def proof(secret: str, speaker: str, session: str, challenge: str, answer: str) 
     return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
 
 
-def answer_challenge(challenge: Challenge, *, secret: str, session: str) -> tuple[Auth, str]:
+def answer_challenge(challenge: Challenge, *, secret: str, session: str | None) -> tuple[Auth, str]:
     """C's answer to `challenge`, and the proof that L's `Welcome` must then carry.
+
+    `session` is None where C was told the secret but not the session (trainer ranks that share no process group).
 
     Raises:
         TransportError: the listener serves another session.
     """
+    session = challenge.session if session is None else session
     if challenge.session != session:
         raise TransportError(f"session: expected {session}, the listener serves {challenge.session}")
     nonce = secrets.token_hex(16)
@@ -208,6 +234,8 @@ class Metadata(Message):
 class Go(Message):
     """L: transfer now. `rank` of `world_size` is this peer's place in communicator `epoch`, made anew when the epoch is new.
 
+    A trainer rank that sends is rank 0 of a communicator of its own with all workers, one per root named in the metadata.
+
     `remaining_s` is what is left of the round's deadline when L sends this.
     """
 
@@ -228,10 +256,14 @@ class StoreSet(Message):
     key: str
     value: str
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        base64.b64decode(self.value, validate=True)  # a ValueError here is an unreadable message there
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit(Message):
-    """C: a buffer for one more group is free; groups below `limit` may be entered."""
+    """C: groups below `limit` may be entered, as far as this peer goes: a worker has buffers for them, a root their bytes."""
 
     type = "credit"
     round: int
@@ -240,7 +272,7 @@ class Credit(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enter(Message):
-    """L: everybody has room for `group` and the root has its bytes: enter its collective."""
+    """L, to workers and to the group's root: all workers have room and the root has the bytes: enter the collective of `group`."""
 
     type = "enter"
     round: int
@@ -289,29 +321,51 @@ class RoundOutcome(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Message):
-    """C: this rank cannot go on with `round`."""
+    """C: this rank cannot go on with `round`. `stopped`: (trainer ranks) its source's iterator will not be run further."""
 
     type = "failed"
     round: int
     error: dict[str, Any]
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort(Message):
-    """L: `round` is over, because of `error`."""
+    """L: `round` is over, because of `error`.
+
+    `drain` asks other trainer ranks to run their source's iterator to its end, unsent: every rank's next collective then meets the
+    others'. It is False where a rank's iterator has stopped already.
+    """
 
     type = "abort"
     round: int
     error: dict[str, Any]
+    drain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(Message):
-    """C: this worker is out of `round` and how that left it. `touched`: a byte of its model may have changed."""
+    """C: this worker is out of `round`. `touched`: a byte of its model may have changed."""
 
     type = "ended"
     round: int
     touched: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskState(Message):
+    """L, after a failed round: say in which state you are. Answered at once, also while a call runs."""
+
+    type = "ask_state"
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State(Message):
+    """C: the answer; `open` and `poisoned` as in `Hello`."""
+
+    type = "state"
+    round: int
     open: bool
     poisoned: bool
 
@@ -329,6 +383,7 @@ _MESSAGES: dict[str, type[Message]] = {
     for cls in (
         Abort,
         Accepted,
+        AskState,
         Auth,
         Challenge,
         Committed,
@@ -345,6 +400,7 @@ _MESSAGES: dict[str, type[Message]] = {
         Ready,
         Refused,
         RoundOutcome,
+        State,
         StoreSet,
         Welcome,
     )

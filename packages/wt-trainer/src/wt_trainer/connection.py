@@ -1,7 +1,12 @@
-"""One socket of the agreement channel: whole messages in both directions, each under a deadline."""
+"""One socket of the agreement channel: whole messages in both directions, each under a deadline.
+
+wt-trainer and wt-worker each have this module, the same but for the package's name (`nox -s lint` checks it): the two packages
+share what is on the wire, not code.
+"""
 
 from __future__ import annotations
 
+import hmac
 import os
 import select
 import socket
@@ -10,15 +15,32 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
-from wt_common import PeerLostError, RoundTimeoutError, TransportError
-from wt_common.session import MAX_FRAME_BYTES, FrameDecoder, Message, encode_message
+from wt_common import AgreementError, PeerLostError, RoundTimeoutError, TransportError, WeightTransferError
+from wt_common.errors import error_from_wire
+from wt_common.session import (
+    MAX_FRAME_BYTES,
+    Accepted,
+    Challenge,
+    FrameDecoder,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    answer_challenge,
+    encode_message,
+)
 
-__all__ = ["Connection", "close_in_child"]
+__all__ = ["Connection", "close_in_child", "connect"]
+
+M = TypeVar("M", bound=Message)
 
 _CHUNK_BYTES = 1 << 20
 _REST_OF_FRAME_S = 30.0  # once a frame has begun, the rest of at most 64 MiB is due; a peer that stalls longer is lost
 _SEND_S = 5.0  # a peer that does not empty its socket for this long is not reading
+_CONNECT_S = 10.0  # the sender listens before anybody is told where, so what fails this long is unreachable
+_RETRY_S = 0.1  # between two attempts: strangers may occupy the sender's handshake threads for 2 s
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # a vanished host shows in a minute
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -76,7 +98,9 @@ class Connection:
         """
         data = memoryview(encode_message(message))
         deadline = time.monotonic() + timeout_s
-        with self._send_lock:
+        if not self._send_lock.acquire(timeout=timeout_s):  # another thread's message is stuck: its own timeout closes
+            raise RoundTimeoutError(f"session: {self.peer} took no message for {timeout_s:g} s")
+        try:
             while data:
                 try:
                     data = data[self._sock.send(data) :]
@@ -86,6 +110,8 @@ class Connection:
                         raise RoundTimeoutError(f"session: {self.peer} took no message for {timeout_s:g} s") from None
                 except OSError as exc:
                     raise PeerLostError(f"session: connection to {self.peer} is lost ({exc})") from exc
+        finally:
+            self._send_lock.release()
 
     def receive(self, deadline: float | None) -> Message:
         """The next message; `deadline` (monotonic seconds) is for the whole of it, None waits for its first byte for ever.
@@ -144,3 +170,57 @@ class Connection:
             poll.register(self._sock, event)
             return bool(poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3))
         return True
+
+
+def connect(address: str, port: int, *, secret: str, session: str | None, hello: Hello, timeout_s: float) -> Connection:
+    """A connection to the sender that serves `session`: both have proved that they know the secret, the hello is taken.
+
+    Raises:
+        PeerLostError: nobody listens there, or it does not let us in within `timeout_s` (10 s at most).
+        AgreementError: whoever listens does not know the secret, or the sender refuses the hello; the text says why.
+    """
+    deadline = time.monotonic() + min(_CONNECT_S, timeout_s)
+    while True:
+        connection = None
+        try:
+            left = max(_RETRY_S, deadline - time.monotonic())
+            connection = Connection(socket.create_connection((address, port), timeout=left))
+            _handshake(connection, secret, session, hello, deadline)
+        except (OSError, PeerLostError, RoundTimeoutError) as exc:
+            if connection is not None:
+                connection.close()
+            if time.monotonic() + _RETRY_S >= deadline:
+                raise PeerLostError(
+                    f"session: cannot connect to the trainer's sender at {address}:{port} ({exc}); master_address must be "
+                    "an address that this process reaches",
+                    side=hello.role,
+                    phase="init",
+                ) from exc
+            time.sleep(_RETRY_S)
+        except WeightTransferError:
+            if connection is not None:
+                connection.close()
+            raise
+        else:
+            return connection
+
+
+def _handshake(connection: Connection, secret: str, session: str | None, hello: Hello, deadline: float) -> None:
+    auth, expected = answer_challenge(_expect(connection, Challenge, deadline), secret=secret, session=session)
+    connection.send(auth)
+    if not hmac.compare_digest(_expect(connection, Welcome, deadline).proof, expected):
+        raise AgreementError(f"session: whoever listens on {connection.peer} does not know the secret", phase="init")
+    connection.trust()
+    connection.send(hello)
+    reply = connection.receive(deadline)
+    if isinstance(reply, Refused):
+        raise error_from_wire(reply.error)
+    if not isinstance(reply, Accepted):
+        raise AgreementError(f"session: expected 'accepted', got {reply.type!r}", phase="init")
+
+
+def _expect(connection: Connection, kind: type[M], deadline: float) -> M:
+    message = connection.receive(deadline)
+    if not isinstance(message, kind):
+        raise AgreementError(f"session: expected {kind.type!r}, got {message.type!r}", phase="init")
+    return message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from wt_common import ConfigurationError
 from wt_trainer.engine import TrainerInitInfo
@@ -21,6 +21,15 @@ class SessionFields:
         world_size: 1 + all worker ranks, which is then checked; None takes as many as the servers say they have.
         timeout_s: seconds for a whole round, and for the init; the client's own timeout, if shorter, wins.
         check_cover: refuse a round that would leave a layer of a model partly loaded.
+        process_group: group of the trainer ranks, in their order, over which the sender tells the others where it listens; None is
+            the default group, if there is one.
+        session_secret: hex key for trainer ranks that share no group: given to all of them, with the same `master_address` and
+            `master_port`, they find the sender by it.
+        num_trainer_ranks: how many trainer ranks call; None is the group's size, and 1 without a group. Set it to 1 where a
+            default group is there for another purpose.
+
+    Without a group or a secret only rank 0 can take part. Other ranks of such a trainer do not call; they cannot know how a round
+    ended.
     """
 
     master_address: str | None = None
@@ -28,6 +37,9 @@ class SessionFields:
     world_size: int | None = None
     timeout_s: float = field(default=300.0, kw_only=True)
     check_cover: bool = field(default=True, kw_only=True)
+    process_group: Any = field(default=None, kw_only=True, repr=False)
+    session_secret: str | None = field(default=None, kw_only=True, repr=False)
+    num_trainer_ranks: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
@@ -38,6 +50,20 @@ class SessionFields:
             )
         if self.master_port is not None and not 0 < self.master_port < 65536:
             raise ConfigurationError(f"master_port: expected 1 to 65535, got {self.master_port}", side="trainer")
+        if self.num_trainer_ranks is not None and self.num_trainer_ranks < 1:
+            raise ConfigurationError(
+                f"num_trainer_ranks: expected at least 1, got {self.num_trainer_ranks}", side="trainer"
+            )
+        if self.session_secret is not None:
+            if self.master_address is None or self.master_port is None or self.num_trainer_ranks is None:
+                raise ConfigurationError(
+                    "session_secret: needs master_address, master_port and num_trainer_ranks, the same on every trainer rank",
+                    side="trainer",
+                )
+            try:
+                bytes.fromhex(self.session_secret)
+            except ValueError as exc:
+                raise ConfigurationError("session_secret: expected hex digits, such as secrets.token_hex(32)") from exc
 
 
 @dataclass

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
+import socket
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
+
+import torch
 
 from wt_common import (
     SCHEMA,
@@ -24,17 +27,22 @@ from wt_common import (
     TransportError,
     WeightTransferError,
 )
-from wt_common.errors import error_to_wire
-from wt_common.session import Abort, Committed, Ended, Finishing, Installed, Metadata, Ready, metadata_digest
+from wt_common.errors import error_from_wire, error_to_wire
+from wt_common.session import Abort, Committed, Ended, Failed, Finishing, Hello, Installed, Ready, RoundOutcome
 from wt_trainer.client.protocol import ServingControl, VLLMWeightSyncClient
+from wt_trainer.connection import connect
 from wt_trainer.engine import TrainerInitInfo, TrainerWeightTransferEngine
+from wt_trainer.follower import FollowerSession
 from wt_trainer.init_infos import SessionFields
+from wt_trainer.metadata import RoundMetadata
+from wt_trainer.ranks import TrainerRanks
+from wt_trainer.repair import close_left_open
 from wt_trainer.report import TransferReport, WorkerReport
 from wt_trainer.round import Round
 from wt_trainer.session import Peer, Session, local_address_towards
 from wt_trainer.source import WeightSource
 
-__all__ = ["RoundMetadata", "SessionTrainerEngine"]
+__all__ = ["SessionTrainerEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,63 +51,19 @@ _ENDED_GRACE_S = 0.8  # for workers to say how a failed round left them; a round
 TInfo = TypeVar("TInfo", bound=TrainerInitInfo)
 
 
-@dataclass(frozen=True)
-class RoundMetadata:
-    """What a round sends, in order; computed once, since a source's metadata does not change."""
-
-    names: tuple[str, ...]
-    dtype_names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    sizes_bytes: tuple[int, ...]
-    roots: tuple[int, ...]
-    digest: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows = zip(self.names, self.dtype_names, self.shapes, self.roots, strict=True)
-        object.__setattr__(self, "digest", metadata_digest(rows))
-
-    @classmethod
-    def of(cls, source: WeightSource) -> RoundMetadata:
-        """The metadata of `source`.
-
-        Raises:
-            PlanError: a name comes twice.
-        """
-        metas = list(source.metadata)
-        names = tuple(meta.name for meta in metas)
-        if len(set(names)) != len(names):
-            twice = next(name for index, name in enumerate(names) if name in names[:index])
-            raise PlanError(f"parameter {twice!r} comes twice in the source's metadata", side=Side.TRAINER, param=twice)
-        return cls(
-            names=names,
-            dtype_names=tuple(str(meta.dtype).rpartition(".")[2] for meta in metas),
-            shapes=tuple(meta.shape for meta in metas),
-            sizes_bytes=tuple(meta.num_bytes for meta in metas),
-            roots=tuple(0 if meta.owners is None else meta.owners[0] for meta in metas),
-        )
-
-    def message(self, round_number: int) -> Metadata:
-        """It as the session carries it."""
-        return Metadata(
-            round=round_number,
-            names=list(self.names),
-            dtype_names=list(self.dtype_names),
-            shapes=[list(shape) for shape in self.shapes],
-            roots=list(self.roots),
-        )
-
-
 class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
-    """What all built-in engines share, on the sender.
+    """What all built-in engines share.
 
-    `trainer_init`: open a session, hand its address to the workers through the client, seal the list of who came.
+    `trainer_init`: the sender opens a session, tells the other trainer ranks where, hands the address to the workers through the
+    client, and seals the list of who came. The other ranks connect, and all return or raise together.
 
-    `send_weights`: 1. pause the servers; 2. `start_weight_update`; 3. `update_weights` on a side thread, while the workers get
-    metadata they do not know, then `Go`, then the backend's bytes, install them and post that; 4. `finish_weight_update` on a
-    side thread, in which the workers wait for 5. the verdict; 6. reset caches, resume. The calling thread watches posts,
-    lost connections, the calls and the deadline all at once: whichever fails first ends the round.
+    `send_weights`, on the sender: 1. pause the servers; 2. `start_weight_update`; 3. `update_weights` on a side thread, while the
+    workers get metadata they do not know, then `Go`, then the backend's bytes, install them and post that;
+    4. `finish_weight_update` on a side thread, in which the workers wait for 5. the verdict; 6. reset caches, resume; 7. tell the
+    other ranks the outcome. The calling thread watches posts, lost connections, the calls and the deadline all at once: whichever
+    fails first ends the round. The other ranks run their source meanwhile, send what they are the root of, and wait for 7.
 
-    A backend sets `needs` and implements `_init_fields` and `_transmit`.
+    A backend sets `needs` and implements `_init_fields`, `_transmit` and `_assist`.
     """
 
     needs: ClassVar[str | None] = "iter_full"
@@ -110,11 +74,14 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         self.init_info = init_info
         self.backend = init_info.backend
         self._fields = _session_fields(init_info)
-        self._session: Session | None = None
+        self._ranks = TrainerRanks(self._fields, self.rank)
+        self._session: Session | None = None  # on the sender
+        self._following: FollowerSession | None = None  # on every other rank
         self._round_number = 0
         self._epoch = 0
         self._metadata: RoundMetadata | None = None
         self._warned_unpaused = False
+        self._check_open = True  # whether a worker may have an update open: until a round has ended well
 
     # --- init ----------------------------------------------------------------------------------------------
 
@@ -125,7 +92,15 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """A connected engine. Called on every trainer rank; see `WeightTransferTrainerFactory.trainer_init` for errors."""
         cls._check_source(source)
         engine = cls(init_info, client=client, source=source)
-        engine._connect()
+        try:
+            if engine.is_sender:
+                engine._connect()
+            else:
+                engine._follow()
+        except WeightTransferError as exc:
+            engine.shutdown()
+            exc.fill(side=Side.TRAINER, rank=engine.rank, phase=Phase.INIT, backend=engine.backend)
+            raise
         return engine
 
     @classmethod
@@ -140,31 +115,66 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             raise SourceModeError(f"{cls.__name__} needs a source that implements {cls.needs}(), {source!r} does not")
 
     def _connect(self) -> None:
-        if self.rank != 0:
-            raise ConfigurationError(
-                f"rank: expected 0, got {self.rank}; trainers of several ranks are not supported yet"
-            )
-        if self.source is not None:
-            self.source.owned_names(self.rank)  # a source that cannot serve this rank says so before anything is opened
-        with self._bounded_calls():
-            expected = self._expected_workers()
-            hosts = self._control.hosts() if self._control else ()
-            session = Session(self._fields.master_address or local_address_towards(hosts), self._fields.master_port)
-            try:
-                with session.running(0, self._timeout_s) as round_:
-                    payload = self._init_payload(session)
-                    call = round_.run(
-                        "init_weight_transfer_engine", lambda: self.client.init_weight_transfer_engine(payload)
-                    )
-                    call.join(unless=lambda: session.refusal)
-                    session.seal(expected)
-            except BaseException as exc:
-                session.close()
-                if isinstance(exc, WeightTransferError):
-                    exc.fill(side=Side.TRAINER, phase="init", backend=self.backend)
-                raise
+        """On the sender: the session is open, sealed, and known to all."""
+        try:
+            with self._bounded_calls():
+                expected = self._expected_workers()
+                hosts = self._control.hosts() if self._control else ()
+                address = self._fields.master_address or local_address_towards(hosts)
+                session = Session(address, self._fields.master_port, secret=self._fields.session_secret)
+        except BaseException as exc:
+            self._ranks.share({"error": error_to_wire(exc)})
+            raise
         self._session = session
+        with self._bounded_calls(), session.running(0, self._timeout_s) as round_:
+            where = {"address": session.address, "port": session.port, "secret": session.secret, "session": session.id}
+            self._ranks.share(where)
+            try:
+                payload = self._init_payload(session)
+                call = round_.run(
+                    "init_weight_transfer_engine", lambda: self.client.init_weight_transfer_engine(payload)
+                )
+                call.join(unless=lambda: session.refusal)
+                session.wait_followers(round_, self._ranks.count - 1)
+                session.seal(expected)
+            except BaseException as exc:
+                session.notify(session.followers, RoundOutcome(round=0, error=error_to_wire(_as_ours(exc))))
+                raise
+            session.send(session.followers, RoundOutcome(round=0, report={}))
         logger.debug("%s: %r, workers %s", self.backend, session, [str(peer) for peer in session.workers])
+
+    def _follow(self) -> None:
+        """On every other rank: connected to the sender, which has connected the workers."""
+        fields = self._fields
+        where = self._ranks.share(None)
+        if "error" in where:
+            raise error_from_wire(where["error"])
+        connection = connect(
+            where.get("address", fields.master_address),
+            where.get("port", fields.master_port),
+            secret=where.get("secret", fields.session_secret),
+            session=where.get("session"),
+            hello=self._hello(),
+            timeout_s=self._timeout_s,
+        )
+        self._following = FollowerSession(connection)
+        with self._following.running(0, self._timeout_s) as round_:
+            outcome = self._following.outcome(round_)
+        if outcome.error is not None:
+            raise error_from_wire(outcome.error)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            role=Side.TRAINER.value,
+            engine="",
+            rank=self.rank,
+            size=self._ranks.count,
+            schema=list(SCHEMA),
+            device="",
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            versions={"torch": str(torch.__version__)},
+        )
 
     def _init_payload(self, session: Session) -> dict[str, Any]:
         return {
@@ -207,17 +217,22 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             WeightTransferError: the round failed. `outcome` says how it left the models: `unchanged` (send again),
                 `poisoned` (only a full round repairs them), `committed` (installed, but a later call failed).
         """
-        session = self._session
-        if session is None:
+        if self._session is None and self._following is None:
             raise StaleSessionError("shut down; call trainer_init again", side=Side.TRAINER, backend=self.backend)
         self._round_number += 1
         version = str(self._round_number) if weight_version is None else weight_version
+        report = self._lead(self._session, version) if self._session else self._take_part()
+        logger.info("%s: %s", self.backend, report)
+        return report
+
+    def _lead(self, session: Session, version: str) -> TransferReport:
+        """The round, on the sender."""
         with self._bounded_calls(), session.running(self._round_number, self._timeout_s) as round_:
             try:
                 with self._servers_held(round_):
                     report = self._run(session, round_, version)
-            except WeightTransferError as exc:
-                exc.fill(
+            except BaseException as exc:
+                error = _as_ours(exc).fill(
                     side=Side.TRAINER,
                     phase=_error_phase(round_.phase),
                     backend=self.backend,
@@ -225,10 +240,41 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                     elapsed_s=round_.elapsed_s,
                     outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
                 )
-                raise
-        report.seconds.update(round_.seconds, total=round_.elapsed_s)
-        logger.info("%s: %s", self.backend, report)
+                session.notify(session.followers, RoundOutcome(round=round_.number, error=error_to_wire(error)))
+                if round_.drain and session.followers:
+                    self._drain_source(round_)
+                if error is exc or not isinstance(exc, Exception):
+                    raise
+                raise error from exc
+            report.seconds.update(round_.seconds, total=round_.elapsed_s)
+            session.send(session.followers, RoundOutcome(round=round_.number, report=report.to_dict()))
         return report
+
+    def _take_part(self) -> TransferReport:
+        """The round, on every other rank."""
+        session = self._following
+        assert session is not None  # send_weights has checked
+        with session.running(self._round_number, self._timeout_s) as round_:
+            try:
+                self._assist(session, round_)
+                self._end_transfer(failed=False)
+            except BaseException as exc:
+                error = _as_ours(exc).fill(side=Side.TRAINER, rank=self.rank)
+                ours = round_.failure is None  # else the sender knows, or is gone
+                round_.fail(error)
+                self._end_transfer(failed=True)
+                if ours:
+                    stopped = isinstance(error, PlanError) or error is not exc
+                    session.send(Failed(round=round_.number, error=error_to_wire(error), stopped=stopped))
+                elif round_.drain:
+                    self._drain_source(round_)
+                if not isinstance(exc, Exception):
+                    raise
+            outcome = session.outcome(round_)
+        if outcome.error is not None:
+            self._end_transfer(failed=True)
+            raise error_from_wire(outcome.error)
+        return TransferReport.from_dict(outcome.report or {})
 
     @contextmanager
     def _servers_held(self, round_: Round) -> Iterator[None]:
@@ -251,11 +297,13 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         round_.seconds["resume"] = time.monotonic() - started
 
     def _run(self, session: Session, round_: Round, version: str) -> TransferReport:
-        """The round itself. Whatever ends it early, the workers hear so, and `round_.outcome` is set."""
+        """The round between pause and resume. Whatever ends it early, the peers hear so, and `round_.outcome` is set."""
         try:
             return self._drive(session, round_, version)
         except BaseException as exc:
             error = _as_ours(exc)
+            if round_.failure is None and (isinstance(error, PlanError) or error is not exc):
+                round_.drain = False  # our own source stopped: the other ranks' collectives would wait for it
             self._settle(session, round_, error)
             if error is exc or not isinstance(exc, Exception):
                 raise
@@ -264,7 +312,9 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
     def _drive(self, session: Session, round_: Round, version: str) -> TransferReport:
         workers = session.workers
         with round_.timed("start"):
-            self._close_left_open(round_, workers)
+            if self._check_open:
+                close_left_open(session, round_, self.client)
+            self._check_open = True
             round_.run("start_weight_update", self.client.start_weight_update).join()
         with round_.timed("update"):
             metadata = self._round_metadata()
@@ -284,6 +334,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 round_.outcome = Outcome.COMMITTED
             session.send(workers, Committed(round=round_.number))
             call.join()
+        self._check_open = False
         self._end_transfer(failed=False)
         notes = [] if takes_version else ["the client's finish_weight_update takes no version: none was published"]
         if self._control is not None:
@@ -311,19 +362,13 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             session.send(unknowing, metadata.message(round_.number))
             round_.collect(Ready, workers)
 
-    def _close_left_open(self, round_: Round, workers: list[Peer]) -> None:
-        """Close the update that an earlier failed round left open in vLLM's own bookkeeping, or `start` would be refused."""
-        if any(peer.open for peer in workers):
-            round_.run("finish_weight_update", self.client.finish_weight_update).join()
-            for peer in workers:
-                peer.open = False
-
     def _settle(self, session: Session, round_: Round, error: WeightTransferError) -> None:
-        """Tell every worker that the round is over, and find out how that left it."""
+        """Tell every peer that the round is over, and find out how that left the workers."""
         round_.fail(error)
         self._end_transfer(failed=True)
         workers = session.workers
-        session.notify(workers, Abort(round=round_.number, error=error_to_wire(error)))
+        abort = Abort(round=round_.number, error=error_to_wire(error), drain=round_.drain)
+        session.notify([*workers, *session.followers], abort)
         ended = round_.posts.setdefault(Ended, {})
         with round_.changed:
             round_.changed.wait_for(
@@ -337,12 +382,12 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
     @staticmethod
     def _may_be_touched(peer: Peer, round_: Round, ended: Any) -> bool:
         """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
-        return ended.touched if isinstance(ended, Ended) else round_.entered
+        return ended.touched if isinstance(ended, Ended) else round_.num_entered > 0
 
     def _round_metadata(self) -> RoundMetadata:
         if self._metadata is None:
             assert self.source is not None  # checked in trainer_init
-            self._metadata = RoundMetadata.of(self.source)
+            self._metadata = RoundMetadata.of(self.source, self._ranks.count)
         return self._metadata
 
     @contextmanager
@@ -351,10 +396,11 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             yield
 
     def shutdown(self) -> None:
-        """Close the session: the workers see the end and go on serving; no group, socket or thread of ours is left."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        """Leave the session: workers see the end and go on serving; no group, socket or thread of ours is left."""
+        for link in (self._session, self._following):
+            if link is not None:
+                link.close()
+        self._session = self._following = None
         self._end_transfer(failed=True)
 
     # --- what a backend implements -------------------------------------------------------------------------
@@ -365,7 +411,14 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
 
     @abstractmethod
     def _transmit(self, session: Session, round_: Round) -> int:
-        """Send the round's bytes to all workers, and return how many; all are out of the trainer's tensors then."""
+        """On the sender: send the round's bytes, and return how many all ranks send; our tensors are no longer read then."""
+
+    @abstractmethod
+    def _assist(self, session: FollowerSession, round_: Round) -> None:
+        """On every other rank: run the source in step with the sender, and send what this rank is the root of."""
+
+    def _drain_source(self, round_: Round) -> None:
+        """Run the source's iterator to its end, unsent, so that no rank's collective waits for this one's. See `Abort.drain`."""
 
     def _end_transfer(self, *, failed: bool) -> None:
         """Called after every round, and at shutdown; `failed` says that nothing half-used may be used again."""

@@ -40,7 +40,8 @@ class Round:
         self.phase = "init"
         self.seconds: dict[str, float] = {}
         self.outcome: Outcome | None = None
-        self.entered = False  # whether a group may have reached a worker
+        self.num_entered = 0  # groups whose collective has begun, so that a worker may have their bytes
+        self.drain = True  # whether, after a failure, every trainer rank can still run its source's iterator to the end
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -69,11 +70,9 @@ class Round:
                 self.failure = error.fill(round=self.number, elapsed_s=self.elapsed_s)
             self.changed.notify_all()
 
-    def check(self) -> None:
-        """Raise if the round has failed or its deadline has passed."""
-        self.wait(lambda: True, lambda: "")
-        if self.remaining_s == 0:
-            raise self._timeout(lambda: "the source's next parameter")
+    def check(self, missing: Callable[[], str] = lambda: "the next step") -> None:
+        """Raise if the round has failed or its deadline has passed; `missing()` says what took the time."""
+        self.wait(lambda: self.remaining_s > 0, missing)
 
     def wait(self, ready: Callable[[], bool], missing: Callable[[], str]) -> None:
         """Return once `ready()` holds; `missing()` says, at the deadline, what was being waited for.
@@ -89,7 +88,7 @@ class Round:
                 if ready():
                     return
                 if self.remaining_s == 0:
-                    raise self._timeout(missing)
+                    raise self.timeout_error(missing)
                 self.changed.wait(self.remaining_s)
 
     def collect(self, kind: type[M], peers: Iterable[Peer]) -> dict[tuple[str, str, int], M]:
@@ -102,11 +101,19 @@ class Round:
         )
         return {peer.key: posts[peer.key] for peer in peers}  # type: ignore[misc]  # filed under its own type
 
-    def run(self, name: str, call: Callable[[], Any]) -> Call:
-        """Start `call()` on a side thread; its failure fails the round at once."""
-        return Call(name, call, self)
+    def run(self, name: str, call: Callable[[], Any], *, may_fail: bool = False) -> Call:
+        """Start `call()` on a side thread, unless the round has failed already; its failure fails the round at once.
 
-    def _timeout(self, missing: Callable[[], str]) -> RoundTimeoutError:
+        Args:
+            name: what the errors call it.
+            call: takes nothing.
+            may_fail: its failure does not matter.
+        """
+        self.check(lambda: f"the call {name}")
+        return Call(name, call, self, may_fail=may_fail)
+
+    def timeout_error(self, missing: Callable[[], str]) -> RoundTimeoutError:
+        """The error that the deadline has passed; `missing()` says what was being waited for."""
         return RoundTimeoutError(
             f"the round did not end within {self.timeout_s:g} s; still waiting for {missing()}",
             side=Side.TRAINER,
@@ -121,9 +128,10 @@ class Call:
     The thread is never joined; one that outlives its round is named in the round's error.
     """
 
-    def __init__(self, name: str, call: Callable[[], Any], round_: Round) -> None:
+    def __init__(self, name: str, call: Callable[[], Any], round_: Round, *, may_fail: bool) -> None:
         self.name = name
         self.done = False
+        self._may_fail = may_fail
         self._round = round_
         self._thread = threading.Thread(target=self._run, args=(call,), name=f"wt-call {name}", daemon=True)
         self._thread.start()
@@ -131,16 +139,20 @@ class Call:
     def _run(self, call: Callable[[], Any]) -> None:
         try:
             call()
-        except WeightTransferError as exc:
-            self._round.fail(exc.fill(side=Side.TRAINER))
         except BaseException as exc:
-            error = TransportError(f"{self.name} failed ({type(exc).__name__}: {exc})", side=Side.TRAINER)
-            error.__cause__ = exc
-            self._round.fail(error)
+            if not self._may_fail:
+                self._round.fail(self._as_ours(exc).fill(side=Side.TRAINER))
         finally:
             with self._round.changed:
                 self.done = True
                 self._round.changed.notify_all()
+
+    def _as_ours(self, exc: BaseException) -> WeightTransferError:
+        if isinstance(exc, WeightTransferError):
+            return exc
+        error = TransportError(f"{self.name} failed ({type(exc).__name__}: {exc})")
+        error.__cause__ = exc
+        return error
 
     def join(self, unless: Callable[[], WeightTransferError | None] = lambda: None) -> None:
         """Return once the call has returned. Raises what `unless()` gives as soon as it does, else as `Round.wait` does."""

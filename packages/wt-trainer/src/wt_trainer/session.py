@@ -27,6 +27,7 @@ from wt_common.session import (
     Leave,
     Message,
     Refused,
+    State,
     StoreSet,
     Welcome,
     proof,
@@ -51,8 +52,6 @@ class Peer:
     hello: Hello
     connection: Connection
     lost: Exception | None = None
-    open: bool = False
-    poisoned: bool = False
 
     @property
     def is_worker(self) -> bool:
@@ -83,12 +82,13 @@ class Session:
     Args:
         address: local address to listen on; it must be the one the peers reach.
         port: port to listen on; None takes a free one.
+        secret: hex key of the handshake; None makes a random one.
 
     Raises:
         ConfigurationError: the address is not this host's, or the port is taken.
     """
 
-    def __init__(self, address: str, port: int | None = None) -> None:
+    def __init__(self, address: str, port: int | None = None, *, secret: str | None = None) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             self._listener = socket.create_server((address, port or 0), family=family, backlog=128)
@@ -102,7 +102,7 @@ class Session:
         close_in_child(self._listener)
         self.address = address
         self.port = int(self._listener.getsockname()[1])
-        self.secret = secrets.token_hex(32)
+        self.secret = secret or secrets.token_hex(32)
         self.id = secrets.token_hex(8)
         self.changed = threading.Condition()
         self.store = RendezvousStore(self.changed, self._publish)
@@ -132,6 +132,20 @@ class Session:
         """The other trainer ranks, by rank."""
         with self.changed:
             return sorted((peer for peer in self._peers.values() if not peer.is_worker), key=lambda peer: peer.key)
+
+    def wait_followers(self, round_: Round, count: int) -> None:
+        """Return once `count` other trainer ranks are connected. Raises as `Round.wait` does."""
+        round_.wait(
+            lambda: len(self.followers) >= count,
+            lambda: (
+                "trainer ranks "
+                + ", ".join(
+                    str(rank)
+                    for rank in range(1, count + 1)
+                    if rank not in {peer.hello.rank for peer in self.followers}
+                )
+            ),
+        )
 
     def seal(self, expected_workers: int | None) -> None:
         """Close the list of peers after checking that every engine is whole.
@@ -256,7 +270,7 @@ class Session:
         return hello
 
     def _admit(self, connection: Connection, hello: Hello) -> None:
-        peer = Peer(hello, connection, open=hello.open, poisoned=hello.poisoned)
+        peer = Peer(hello, connection)
         try:
             check_schema(hello.schema)
             with self.changed:
@@ -299,10 +313,9 @@ class Session:
         number = getattr(message, "round", None)
         with self.changed:
             current = self.round
-            if isinstance(message, Ended):
-                peer.open, peer.poisoned = message.open, message.poisoned
             if current is not None and number == current.number:
                 if isinstance(message, Failed):
+                    current.drain = current.drain and not message.stopped
                     error = error_from_wire(message.error)
                     current.fail(
                         error.fill(side=peer.hello.role, engine=peer.hello.engine or None, rank=peer.hello.rank)
@@ -312,7 +325,9 @@ class Session:
                 current.posts.setdefault(type(message), {})[peer.key] = message
                 self.changed.notify_all()
                 return
-        if not isinstance(message, (Ended, Failed, Credit)):  # those need no answer: their sender waits for nothing
+        if not isinstance(
+            message, (Ended, Failed, Credit, State)
+        ):  # those need no answer: their sender waits for nothing
             stale = StaleSessionError(f"round {number} is over (session {self.id})", side=Side.TRAINER, round=number)
             self.notify([peer], Abort(round=int(number or 0), error=error_to_wire(stale)))
 
@@ -322,6 +337,7 @@ class Session:
             if peer.lost is None:
                 peer.lost = exc
             if self.round is not None and not self._closed:
+                self.round.drain = self.round.drain and peer.is_worker
                 self.round.fail(_lost_error(peer, exc))
             self.changed.notify_all()
 

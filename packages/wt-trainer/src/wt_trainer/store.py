@@ -1,4 +1,8 @@
-"""The rendezvous of a communicator, carried by the session: no port of its own, and nothing unauthenticated."""
+"""The rendezvous of a communicator, carried by the session: no port of its own, and nothing unauthenticated.
+
+wt-trainer and wt-worker each have this module, the same but for the package's name (`nox -s lint` checks it): the two packages
+share what is on the wire, not code.
+"""
 
 from __future__ import annotations
 

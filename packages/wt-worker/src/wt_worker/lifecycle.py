@@ -124,7 +124,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             self._leave(
                 StaleSessionError("a later init replaced this session; call trainer_init again", side=Side.WORKER)
             )
-            self._session = WorkerSession.connect(init_info, self._hello())
+            self._session = WorkerSession.connect(init_info, self._hello(), lambda: (self._open, self._poisoned))
             self._init_info = init_info
 
     def start_weight_update(self) -> None:
@@ -135,7 +135,11 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As in the base class, except that only the engine's last rank raises."""
         with self._only_last_rank_raises(Phase.UPDATE):
-            super().update_weights(update_info)
+            try:
+                super().update_weights(update_info)
+            except BaseException:
+                self._open = not self._raises  # vLLM closes the update where this raises
+                raise
 
     def receive_weights(self, update_info: SessionUpdateInfo) -> None:
         """The round's weights are installed, and the sender knows it.
@@ -249,7 +253,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             session.notify(Failed(round=round_.number, error=error_to_wire(error)))
         self._open = stays_open
         touched = self._abandon_round()
-        session.notify(Ended(round=round_.number, touched=touched, open=stays_open, poisoned=self._poisoned))
+        session.notify(Ended(round=round_.number, touched=touched))
 
     def _abandon_round(self) -> bool:
         """No round is in progress; the model can serve. Returns whether the round had touched the model."""

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import hmac
-import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
-from wt_common import AgreementError, PeerLostError, RoundTimeoutError, Side, StaleSessionError, WeightTransferError
+from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
 from wt_common.broadcast import SessionInitInfo
 from wt_common.errors import error_from_wire, error_to_wire
-from wt_common.session import (
-    Abort,
-    Accepted,
-    Challenge,
-    Enter,
-    Hello,
-    Leave,
-    Message,
-    Refused,
-    StoreSet,
-    Welcome,
-    answer_challenge,
-)
-from wt_worker.connection import Connection
+from wt_common.session import Abort, AskState, Enter, Hello, Leave, Message, State, StoreSet
+from wt_worker.connection import Connection, connect
 from wt_worker.round import Round
 from wt_worker.store import RendezvousStore
 
 __all__ = ["WorkerSession"]
 
-M = TypeVar("M", bound=Message)
-
-_CONNECT_S = 10.0  # the sender listens before it makes the init call, so what fails this long is unreachable
-_RETRY_S = 0.1  # between two attempts: strangers may occupy the sender's handshake threads for 2 s
 _NOTIFY_S = 0.5  # for a last word to a sender that may be frozen
 
 
@@ -46,10 +28,10 @@ class WorkerSession:
     guarded by `changed`.
     """
 
-    def __init__(self, connection: Connection, info: SessionInitInfo) -> None:
+    def __init__(self, connection: Connection, info: SessionInitInfo, state: Callable[[], tuple[bool, bool]]) -> None:
         self.id = info.session
         self.changed = threading.Condition()
-        self.store = RendezvousStore(self.changed, self.send)
+        self.store = RendezvousStore(self.changed, self._publish)
         self.round: Round | None = None
         self.last_round = 0
         self.lost: WeightTransferError | None = None
@@ -57,41 +39,29 @@ class WorkerSession:
         self.local_address = connection.local_address
         self._connection = connection
         self._timeout_s = info.timeout_s
+        self._state = state
         connection.start_reader(self._on_message, self._on_lost, name=f"wt-session-reader {self.id}")
 
     def __repr__(self) -> str:
         return f"<WorkerSession {self.id}, {self._connection!r}, round {self.last_round}>"
 
     @classmethod
-    def connect(cls, info: SessionInitInfo, hello: Hello) -> WorkerSession:
-        """A session with the sender that `info` names.
+    def connect(cls, info: SessionInitInfo, hello: Hello, state: Callable[[], tuple[bool, bool]]) -> WorkerSession:
+        """A session with the sender that `info` names; `state()` is (open, poisoned), asked from the reader thread.
 
         Raises:
             PeerLostError: nobody listens there, or it does not let us in within 10 s.
             AgreementError: whoever listens does not know the secret, or the sender refuses the hello; the text says why.
         """
-        deadline = time.monotonic() + min(_CONNECT_S, info.timeout_s)
-        while True:
-            connection = None
-            try:
-                connection = _open_socket(info, deadline)
-                _handshake(connection, info, hello, deadline)
-                return cls(connection, info)
-            except (OSError, PeerLostError, RoundTimeoutError) as exc:
-                if connection is not None:
-                    connection.close()
-                if time.monotonic() + _RETRY_S >= deadline:
-                    raise PeerLostError(
-                        f"session: cannot connect to the trainer at {info.session_address}:{info.session_port} ({exc}); "
-                        "master_address must be an address that this worker reaches",
-                        side=Side.WORKER,
-                        phase="init",
-                    ) from exc
-                time.sleep(_RETRY_S)
-            except WeightTransferError:
-                if connection is not None:
-                    connection.close()
-                raise
+        connection = connect(
+            info.session_address,
+            info.session_port,
+            secret=info.session_secret,
+            session=info.session,
+            hello=hello,
+            timeout_s=info.timeout_s,
+        )
+        return cls(connection, info, state)
 
     def begin_round(self, number: int) -> Round:
         """The round in progress from now on, its deadline the session's `timeout_s` until the sender says what is left.
@@ -132,9 +102,17 @@ class WorkerSession:
             self.notify(Leave(error=error_to_wire(reason)))
         self._connection.close()
 
+    def _publish(self, message: StoreSet, origin: object) -> None:
+        if origin is None:  # set here; what came from the sender has gone to everybody else from there
+            self.send(message)
+
     def _on_message(self, message: Message) -> None:
         if isinstance(message, StoreSet):
-            self.store.receive(message)
+            self.store.receive(message, origin=self)
+            return
+        if isinstance(message, AskState):
+            is_open, is_poisoned = self._state()
+            self.notify(State(round=message.round, open=is_open, poisoned=is_poisoned))
             return
         with self.changed:
             if self.round is None or getattr(message, "round", None) != self.round.number:
@@ -153,33 +131,3 @@ class WorkerSession:
             if self.round is not None:
                 self.round.fail(self.lost, told=True)
             self.changed.notify_all()
-
-
-def _open_socket(info: SessionInitInfo, deadline: float) -> Connection:
-    left = max(0.1, deadline - time.monotonic())
-    return Connection(socket.create_connection((info.session_address, info.session_port), timeout=left))
-
-
-def _handshake(connection: Connection, info: SessionInitInfo, hello: Hello, deadline: float) -> None:
-    challenge = _expect(connection, Challenge, deadline)
-    auth, expected = answer_challenge(challenge, secret=info.session_secret, session=info.session)
-    connection.send(auth)
-    welcome = _expect(connection, Welcome, deadline)
-    if not hmac.compare_digest(welcome.proof, expected):
-        raise AgreementError(
-            f"session: whoever listens on {connection.peer} does not know the secret", side=Side.WORKER, phase="init"
-        )
-    connection.trust()
-    connection.send(hello)
-    reply = connection.receive(deadline)
-    if isinstance(reply, Refused):
-        raise error_from_wire(reply.error)
-    if not isinstance(reply, Accepted):
-        raise AgreementError(f"session: expected 'accepted', got {reply.type!r}", side=Side.WORKER, phase="init")
-
-
-def _expect(connection: Connection, kind: type[M], deadline: float) -> M:
-    message = connection.receive(deadline)
-    if not isinstance(message, kind):
-        raise AgreementError(f"session: expected {kind.type!r}, got {message.type!r}", side=Side.WORKER, phase="init")
-    return message

@@ -12,23 +12,29 @@ Both sides compute the groups from the metadata (`wt_common.packing`).
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from wt_common import PlanError, Side, TransportError, WeightTransferError
 from wt_common.packing import Group, plan_groups
-from wt_common.session import Enter, Go
+from wt_common.session import Credit, Enter, Go
 from wt_trainer.channels.gloo import GlooChannel
+from wt_trainer.follower import FollowerSession
 from wt_trainer.init_infos import GlooTrainerInitInfo
-from wt_trainer.lifecycle import RoundMetadata, SessionTrainerEngine
+from wt_trainer.lifecycle import SessionTrainerEngine
+from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
 from wt_trainer.session import Session
 from wt_trainer.source import WeightSource
 
 __all__ = ["GlooTrainerWeightTransferEngine"]
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUP_PIECES = 4096
 """Most parameters in one group: what a worker may have to keep track of at once. Small ones fill a buffer long before."""
@@ -44,6 +50,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         self._channel: GlooChannel | None = None
         self._staging: list[torch.Tensor] = []
         self._groups: tuple[Group, ...] | None = None
+        self._stream: _CheckedStream | None = None
 
     def _init_fields(self) -> dict[str, Any]:
         return {
@@ -53,33 +60,42 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         }
 
     def _transmit(self, session: Session, round_: Round) -> int:
-        metadata = self._round_metadata()
-        if self._groups is None:
-            fields = self._init_fields()
-            self._groups = plan_groups(
-                metadata.sizes_bytes, max_bytes=fields["max_group_bytes"], max_pieces=fields["max_group_pieces"]
-            )
-        workers = session.workers
+        groups, workers = self._plan(), session.workers
+        roots = {group.root for group in groups}
         if self._channel is None:
             self._epoch += 1
+        go = Go(
+            round=round_.number,
+            epoch=self._epoch,
+            rank=0,
+            world_size=1 + len(workers),
+            remaining_s=round_.remaining_s,
+        )
+        session.send((peer for peer in session.followers if peer.hello.rank in roots), go)
         for index, peer in enumerate(workers):
-            session.send(
-                [peer],
-                Go(
-                    round=round_.number,
-                    epoch=self._epoch,
-                    rank=1 + index,
-                    world_size=1 + len(workers),
-                    remaining_s=round_.remaining_s,
-                ),
-            )
-        pipeline = _Pipeline(round_, len(self._groups))
-        threading.Thread(
-            target=self._pump, args=(session, round_, pipeline), name=f"wt-send {session.id}", daemon=True
-        ).start()
-        self._feed(round_, pipeline, metadata, self._groups)
-        pipeline.wait_sent(len(self._groups))
-        return sum(metadata.sizes_bytes)
+            session.send([peer], replace(go, rank=1 + index))
+        pipeline = _Pipeline(round_, groups, self.rank)
+        self._start_sending(round_, pipeline, lambda: self._conduct(session, round_, pipeline, go))
+        self._feed(round_, pipeline)
+        pipeline.wait_sent(pipeline.num_own)
+        round_.wait(lambda: round_.num_entered == len(groups), lambda: "the other senders")
+        return sum(self._round_metadata().sizes_bytes)
+
+    def _assist(self, session: FollowerSession, round_: Round) -> None:
+        groups = self._plan()
+        pipeline = _Pipeline(round_, groups, self.rank)
+        if pipeline.num_own:
+            go = session.received(round_, Go)
+            if go.epoch != self._epoch:
+                self._channel = None
+                self._epoch = go.epoch
+            self._start_sending(round_, pipeline, lambda: self._play(session, round_, pipeline, go))
+        self._feed(round_, pipeline)
+        pipeline.wait_sent(pipeline.num_own)
+
+    def _drain_source(self, round_: Round) -> None:
+        if self._stream is not None:
+            self._stream.drain(round_)
 
     def _end_transfer(self, *, failed: bool) -> None:
         if failed:
@@ -89,60 +105,35 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
                 self._channel.close()
                 self._channel = None
 
-    def _pump(self, session: Session, round_: Round, pipeline: _Pipeline) -> None:
-        """On a thread of its own: broadcast each group once it is ready here and every worker has room for it."""
-        workers = session.workers
-        keys = [peer.key for peer in workers]
-        try:
-            channel = self._channel
-            if channel is None:
-                channel = GlooChannel(
-                    session.store,
-                    epoch=self._epoch,
-                    rank=0,
-                    world_size=1 + len(workers),
-                    address=session.address,
-                    deadline=round_.deadline,
-                )
-                with round_.changed:
-                    round_.check()  # a failed round has dropped the channel already: do not bring one back
-                    self._channel = channel
-            for number in range(pipeline.num_groups):
-                round_.wait(
-                    lambda number=number: (
-                        number in pipeline.ready  # type: ignore[misc]
-                        and all(round_.credits.get(key, 0) > number for key in keys)
-                    ),
-                    lambda number=number: f"room for group {number} on every worker",  # type: ignore[misc]
-                )
-                round_.entered = True
-                session.send(workers, Enter(round=round_.number, group=number))
-                channel.broadcast(pipeline.ready[number], round_.deadline)
-                pipeline.mark_sent(number)
-        except WeightTransferError as exc:
-            round_.fail(exc.fill(side=Side.TRAINER))
-        except Exception as exc:
-            round_.fail(TransportError(f"the sending thread failed ({type(exc).__name__}: {exc})", side=Side.TRAINER))
+    def _plan(self) -> tuple[Group, ...]:
+        if self._groups is None:
+            metadata, fields = self._round_metadata(), self._init_fields()
+            self._groups = plan_groups(
+                metadata.sizes_bytes,
+                max_bytes=fields["max_group_bytes"],
+                max_pieces=fields["max_group_pieces"],
+                roots=metadata.roots,
+            )
+        return self._groups
 
-    def _feed(self, round_: Round, pipeline: _Pipeline, metadata: RoundMetadata, groups: tuple[Group, ...]) -> None:
-        """On the calling thread, which is the one that may run the source's collectives: make each group's bytes ready."""
+    # --- the calling thread ------------------------------------------------------------------------------------
+
+    def _feed(self, round_: Round, pipeline: _Pipeline) -> None:
+        """Run the source, which only the calling thread may, and make ready the bytes of each group that this rank sends."""
         assert self.source is not None  # checked in trainer_init
         num_buffers = self.init_info.packed_num_buffers
-        stream = _CheckedStream(self.source, metadata)
-        for number, group in enumerate(groups):
-            pipeline.wait_sent(number - num_buffers + 1)
-            round_.check()
+        self._stream = stream = _CheckedStream(self.source, self._round_metadata(), self.rank)
+        for count, (number, group) in enumerate(pipeline.own):
+            pipeline.wait_sent(count - num_buffers + 1)
             if len(group.pieces) == 1:
                 piece = group.pieces[0]
-                flat = stream.bytes_of(piece.index)
-                buffer = flat[piece.start : piece.start + piece.num_bytes]
+                buffer = stream.bytes_of(piece.index)[piece.start : piece.start + piece.num_bytes]
             else:
-                buffer = self._staging_buffer(number % num_buffers)[: group.num_bytes]
+                buffer = self._staging_buffer(count % num_buffers)[: group.num_bytes]
                 for piece in group.pieces:
-                    flat = stream.bytes_of(piece.index)
-                    buffer[piece.offset : piece.offset + piece.num_bytes].copy_(
-                        flat[piece.start : piece.start + piece.num_bytes]
-                    )
+                    source = stream.bytes_of(piece.index)[piece.start : piece.start + piece.num_bytes]
+                    buffer[piece.offset : piece.offset + piece.num_bytes].copy_(source)
+            round_.check(lambda: f"the source to reach {stream.current!r}")
             pipeline.mark_ready(number, buffer)
         stream.finish()
 
@@ -151,13 +142,79 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             self._staging.append(torch.empty(self.init_info.packed_buffer_size_bytes, dtype=torch.uint8))
         return self._staging[slot]
 
+    # --- the sending thread ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _start_sending(round_: Round, pipeline: _Pipeline, send: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                send()
+            except WeightTransferError as exc:
+                round_.fail(exc.fill(side=Side.TRAINER))
+            except Exception as exc:
+                error = TransportError(f"the sending thread failed ({type(exc).__name__}: {exc})", side=Side.TRAINER)
+                error.__cause__ = exc
+                round_.fail(error)
+
+        threading.Thread(target=run, name=f"wt-send round {round_.number}", daemon=True).start()
+
+    def _conduct(self, session: Session, round_: Round, pipeline: _Pipeline, go: Go) -> None:
+        """On the sender: let all enter each group once they can, and broadcast those that this rank is the root of."""
+        channel = self._open_channel(session, round_, go) if pipeline.num_own else None
+        workers, followers = session.workers, {peer.hello.rank: peer for peer in session.followers}
+        for number, group in enumerate(pipeline.groups):
+            waited_for = workers if group.root == self.rank else [*workers, followers[group.root]]
+            pipeline.wait_ready(number, [peer.key for peer in waited_for])
+            with round_.changed:
+                round_.num_entered = number + 1
+                round_.changed.notify_all()
+            session.send(waited_for, Enter(round=round_.number, group=number))
+            if channel is not None and group.root == self.rank:
+                channel.broadcast(pipeline.ready[number], round_.deadline)
+                pipeline.mark_sent(number)
+
+    def _play(self, session: FollowerSession, round_: Round, pipeline: _Pipeline, go: Go) -> None:
+        """On another rank: broadcast the groups that this rank is the root of, each when the sender says so."""
+        channel = self._open_channel(session, round_, go)
+        for number, _ in pipeline.own:
+            pipeline.wait_ready(number, [])
+            session.send(Credit(round=round_.number, limit=number + 1))
+            round_.wait(
+                lambda number=number: round_.num_entered > number,  # type: ignore[misc]
+                lambda number=number: f"the sender to enter group {number}",  # type: ignore[misc]
+            )
+            channel.broadcast(pipeline.ready[number], round_.deadline)
+            pipeline.mark_sent(number)
+
+    def _open_channel(self, session: Session | FollowerSession, round_: Round, go: Go) -> GlooChannel:
+        if self._channel is not None:
+            return self._channel
+        channel = GlooChannel(
+            session.store,
+            epoch=go.epoch,
+            root=self.rank,
+            rank=0,
+            world_size=go.world_size,
+            address=session.address,
+            deadline=round_.deadline,
+        )
+        with round_.changed:
+            round_.check(
+                lambda: "gloo's group"
+            )  # a failed round has dropped the channel already: do not bring one back
+            self._channel = channel
+        return channel
+
 
 class _Pipeline:
-    """The groups that are ready and not yet sent, between the calling thread and the sending thread."""
+    """The groups that this rank sends, between the calling thread, which makes them ready, and the sending thread."""
 
-    def __init__(self, round_: Round, num_groups: int) -> None:
-        self.num_groups = num_groups
+    def __init__(self, round_: Round, groups: tuple[Group, ...], rank: int) -> None:
+        self.groups = groups
+        self.own = [(number, group) for number, group in enumerate(groups) if group.root == rank]
+        self.num_own = len(self.own)
         self.ready: dict[int, torch.Tensor] = {}
+        self._own_numbers = {number for number, _ in self.own}
         self._round = round_
         self._num_sent = 0
 
@@ -166,25 +223,51 @@ class _Pipeline:
             self.ready[number] = buffer
             self._round.changed.notify_all()
 
+    def wait_ready(self, number: int, keys: list[tuple[str, str, int]]) -> None:
+        """Return once group `number` is ready, if it is ours, and the peers `keys` have credit for it."""
+        credits = self._round.credits
+        self._round.wait(
+            lambda: (
+                (number in self.ready or number not in self._own_numbers)
+                and all(credits.get(key, 0) > number for key in keys)
+            ),
+            lambda: (
+                f"group {number} of {len(self.groups)}: "
+                + (
+                    ", ".join(f"{key[0]} {key[2]} of {key[1]}" for key in keys if credits.get(key, 0) <= number)
+                    or "the source"
+                )
+            ),
+        )
+
     def mark_sent(self, number: int) -> None:
         with self._round.changed:
             del self.ready[number]
-            self._num_sent = number + 1
+            self._num_sent += 1
             self._round.changed.notify_all()
 
     def wait_sent(self, count: int) -> None:
-        """Return once the first `count` groups are sent."""
-        self._round.wait(lambda: self._num_sent >= count, lambda: f"the broadcast of group {self._num_sent}")
+        """Return once `count` of our groups are sent."""
+        self._round.wait(
+            lambda: self._num_sent >= count, lambda: f"group {self._num_sent + 1} of {self.num_own} to be sent"
+        )
 
 
 class _CheckedStream:
-    """The source's parameters one by one, each checked against the metadata before a byte of it is used."""
+    """The parameters that this rank's source yields, each checked against the metadata before a byte of it is used."""
 
-    def __init__(self, source: WeightSource, metadata: RoundMetadata) -> None:
+    def __init__(self, source: WeightSource, metadata: RoundMetadata, rank: int) -> None:
+        owned = set(source.owned_names(rank))
         self._metadata = metadata
+        self._expected = [index for index, name in enumerate(metadata.names) if name in owned]
         self._items: Iterator[tuple[str, torch.Tensor]] = iter(source.iter_full())
-        self._index = -1
+        self._position = -1
         self._flat = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def current(self) -> str:
+        """The name that the source yielded last, or is to yield first."""
+        return self._metadata.names[self._expected[max(self._position, 0)]]
 
     def bytes_of(self, index: int) -> torch.Tensor:
         """The bytes of parameter `index`, as 1-D uint8 on the CPU; it is the current parameter or a later one.
@@ -192,28 +275,39 @@ class _CheckedStream:
         Raises:
             PlanError: what the source yields differs from its metadata.
         """
-        while self._index < index:
+        while self._position < 0 or self._expected[self._position] < index:
             self._advance()
         return self._flat
 
     def finish(self) -> None:
-        """Check what is left: empty parameters at the end, and that nothing comes after the last."""
-        while self._index < len(self._metadata.names) - 1:
+        """Check what is left: parameters that another rank sends, empty ones, and that nothing comes after the last."""
+        while self._position < len(self._expected) - 1:
             self._advance()
         extra = next(self._items, None)
         if extra is not None:
-            raise _plan_error(extra[0], f"the source yields {extra[0]!r} after the last parameter of its metadata")
+            raise _plan_error(extra[0], f"the source yields {extra[0]!r} after the last parameter that this rank owns")
+
+    def drain(self, round_: Round) -> None:
+        """Run the iterator to its end, or to the round's deadline."""
+        try:
+            for name, _ in self._items:
+                if round_.remaining_s == 0:
+                    logger.warning("the source did not come to its end before the deadline; it had reached %r", name)
+                    return
+        except Exception:
+            logger.exception("the source failed after the round had")
 
     def _advance(self) -> None:
-        self._index += 1
-        name = self._metadata.names[self._index]
+        self._position += 1
+        index = self._expected[self._position]
+        name = self._metadata.names[index]
         item = next(self._items, None)
         if item is None:
             raise _plan_error(name, f"the source ended before parameter {name!r}, which its metadata declares")
         got, tensor = item
         if got != name:
             raise _plan_error(name, f"expected parameter {name!r} next, as in the metadata, the source yields {got!r}")
-        dtype_name, shape = self._metadata.dtype_names[self._index], self._metadata.shapes[self._index]
+        dtype_name, shape = self._metadata.dtype_names[index], self._metadata.shapes[index]
         if str(tensor.dtype).rpartition(".")[2] != dtype_name or tuple(tensor.shape) != shape:
             raise _plan_error(
                 name,

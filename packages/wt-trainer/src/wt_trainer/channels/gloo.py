@@ -1,4 +1,8 @@
-"""Bytes between CPUs over gloo, in a process group of our own beside any default group."""
+"""Bytes between CPUs over gloo, in a process group of our own beside any default group.
+
+wt-trainer and wt-worker each have this module, the same but for the package's name (`nox -s lint` checks it): the two packages
+share what is on the wire, not code.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not in torch's stubs
 from torch.distributed.distributed_c10d import BroadcastOptions
 
-from wt_common import RoundTimeoutError, Side, TransportError
+from wt_common import RoundTimeoutError, TransportError
 from wt_trainer.store import RendezvousStore
 
 __all__ = ["GlooChannel"]
@@ -21,10 +25,11 @@ peer that dies in mid-transfer only at this timeout, so this is also how long an
 
 
 class GlooChannel:
-    """A gloo group of one root (rank 0, this process) and its receivers.
+    """A gloo group of one root (rank 0, a trainer) and its receivers (workers).
 
     An op that was abandoned at its timeout goes on in gloo's threads and cannot be stopped. After any failure the channel is
-    dead: close it and make another, with a new epoch.
+    dead: close it and make another, with a new epoch. `root` is the trainer rank that sends, which keeps apart the channels of
+    several senders in one epoch.
 
     Attributes:
         receives_in_place: False; what is received must be staged, since an abandoned receive goes on writing.
@@ -35,20 +40,30 @@ class GlooChannel:
     abortable = False
 
     def __init__(
-        self, store: RendezvousStore, *, epoch: int, rank: int, world_size: int, address: str, deadline: float
+        self,
+        store: RendezvousStore,
+        *,
+        epoch: int,
+        root: int,
+        rank: int,
+        world_size: int,
+        address: str,
+        deadline: float,
     ) -> None:
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=OP_TIMEOUT_S)
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         try:
-            self._group: Any = ProcessGroupGloo(_SessionStore(store, epoch, deadline), rank, world_size, options)
+            self._group: Any = ProcessGroupGloo(
+                _SessionStore(store, epoch, f"{root}/", deadline), rank, world_size, options
+            )
         except RuntimeError as exc:
-            raise TransportError(f"gloo: rank {rank} of {world_size} cannot join ({exc})", side=Side.TRAINER) from exc
+            raise TransportError(f"gloo: rank {rank} of {world_size} cannot join ({exc})") from exc
         self._options = BroadcastOptions()
         self._options.rootRank = 0
 
     def broadcast(self, buffer: torch.Tensor, deadline: float) -> None:
-        """Send `buffer` from rank 0 to all others; blocks at most `OP_TIMEOUT_S`, or to `deadline` (monotonic seconds).
+        """`buffer` holds on every rank what it holds on rank 0; blocks at most `OP_TIMEOUT_S`, or to `deadline` (monotonic seconds).
 
         Every rank must enter with the same number of bytes: gloo ends the process of a receiver that differs.
 
@@ -65,17 +80,15 @@ class GlooChannel:
             )
         left = min(OP_TIMEOUT_S, deadline - time.monotonic())
         if left <= 0:
-            raise RoundTimeoutError("gloo: the deadline passed before the broadcast was entered", side=Side.TRAINER)
+            raise RoundTimeoutError("gloo: the deadline passed before the broadcast was entered")
         group = self._group  # keeps the group alive here: dropping the last reference waits for the op
         if group is None:
-            raise TransportError("gloo: the channel is closed", side=Side.TRAINER)
+            raise TransportError("gloo: the channel is closed")
         self._options.timeout = timedelta(seconds=left)
         try:
             group.broadcast([buffer], self._options).wait()
         except RuntimeError as exc:
-            raise TransportError(
-                f"gloo: a broadcast of {buffer.numel()} bytes failed ({exc})", side=Side.TRAINER
-            ) from exc
+            raise TransportError(f"gloo: a broadcast of {buffer.numel()} bytes failed ({exc})") from exc
 
     def close(self) -> None:
         """Leave the group, at once; an op that is still blocked keeps it alive until its timeout."""
@@ -85,21 +98,22 @@ class GlooChannel:
 class _SessionStore(Store):  # type: ignore[misc]  # torch's C++ class has no type
     """torch's store interface over the session's rendezvous."""
 
-    def __init__(self, store: RendezvousStore, epoch: int, deadline: float) -> None:
+    def __init__(self, store: RendezvousStore, epoch: int, prefix: str, deadline: float) -> None:
         super().__init__()
         self._store = store
         self._epoch = epoch
+        self._prefix = prefix
         self._deadline = deadline
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._epoch, key, value)
+        self._store.set(self._epoch, self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._epoch, key, self._deadline)
+        return self._store.get(self._epoch, self._prefix + key, self._deadline)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         for key in keys:
             self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._store.has(self._epoch, key) for key in keys)
+        return all(self._store.has(self._epoch, self._prefix + key) for key in keys)

@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DEV_MODE_HINT = "start the server with VLLM_SERVER_DEV_MODE=1, which is what enables its RL routes"
+_READ_GRACE_S = 0.2  # past a call's time, for its threads to raise their own error, which says more than ours
 _LATE_RESUME_S = 0.5  # past the deadline: a round that fails there must raise within a second of it
 _MAX_ERROR_CHARS = 2000  # of a server's reply in our error; a worker's traceback fits
 
@@ -142,7 +143,8 @@ class HTTPVLLMWeightSyncClient:
 
     def is_paused(self) -> list[bool]:
         """Whether each server is paused, in the order of `base_urls`."""
-        return self._each(lambda url: bool(self._request("GET", url, "/is_paused").json()["is_paused"]))
+        key = "is_paused"
+        return self._each(lambda url: bool(_object_of(self._request("GET", url, f"/{key}"), key)[key]))
 
     @contextmanager
     def paused(self, mode: PauseMode | None = None) -> Iterator[None]:
@@ -182,20 +184,34 @@ class HTTPVLLMWeightSyncClient:
             self._post(urls, "/resume")
 
     def reset_caches(self) -> list[str]:
-        """Drop prefix, multimodal and encoder caches on every server.
+        """Drop prefix, connector, multimodal and encoder caches on every server.
+
+        Requests that a pause froze (`keep`) are computed anew from their tokens: their keys and values are of the old weights.
 
         Returns:
-            A note for each cache that a server has no route for. A prefix cache that was not reset is an error: it would
-            continue requests from keys and values of the old weights.
+            A note for each cache that a server has no route for, or whose connector did not reset.
+
+        Raises:
+            TransportError: a prefix cache was not reset. Requests would continue from keys and values of the old weights.
         """
-        self._post_all("/reset_prefix_cache")
-        notes = []
+        notes = [note for note in self._each(self._reset_prefix_cache) if note]
         for path in ("/reset_mm_cache", "/reset_encoder_cache"):
             missing = [
                 url for url, reply in zip(self.base_urls, self._optional_post(path), strict=True) if reply is None
             ]
             notes += [f"{url} has no {path}: that cache was not reset" for url in missing]
         return notes
+
+    def _reset_prefix_cache(self, url: str) -> str | None:
+        """Reset it with the connector's cache, if there is a connector; without, and say so, where that fails."""
+        params = {"reset_running_requests": "true"}
+        if _succeeded(self._request("POST", url, "/reset_prefix_cache", params={**params, "reset_external": "true"})):
+            return None
+        if _succeeded(self._request("POST", url, "/reset_prefix_cache", params=params)):
+            return f"{url}: the external (connector's) cache was not reset"
+        raise TransportError(
+            f"{url}: the prefix cache was not reset; do it before the server generates", side="trainer"
+        )
 
     def _refuse_sleeping(self) -> None:
         asleep = self._optional_all("/is_sleeping", "is_sleeping")
@@ -222,7 +238,7 @@ class HTTPVLLMWeightSyncClient:
 
         def ask(url: str) -> Any:
             reply = _none_if_missing(lambda: self._request("GET", url, path))
-            return None if reply is None else reply.json().get(key)
+            return None if reply is None else _object_of(reply).get(key)
 
         return self._each(ask)
 
@@ -230,30 +246,43 @@ class HTTPVLLMWeightSyncClient:
         """`call(url)` for all `urls` at once; waits for all and raises the first failure in their order.
 
         Plain daemon threads, not an executor: an executor's threads are joined at exit, and one may hang in a dead server.
+        The wait for them bounds a call: `requests` bounds each read only (not a trickled reply), and no name lookup.
         """
         urls = self.base_urls if urls is None else urls
-        if len(urls) == 1:
-            return [call(urls[0])]
+        deadline = time.monotonic() + self._left_s() + _READ_GRACE_S
         futures: list[Future[T]] = [Future() for _ in urls]
         for url, future in zip(urls, futures, strict=True):
             threading.Thread(target=_run_into, args=(future, call, url), name=f"wt-http {url}", daemon=True).start()
-        return [future.result() for future in futures]
+        wait(futures, timeout=deadline - time.monotonic())
+        results = []
+        for url, future in zip(urls, futures, strict=True):
+            if not future.done():
+                raise RoundTimeoutError(f"{url}: no complete reply in time", side="trainer")
+            results.append(future.result())
+        return results
+
+    def _left_s(self) -> float:
+        """Seconds that a call may take now."""
+        if self._deadline is None:
+            return self.timeout
+        return max(0.0, min(self.timeout, self._deadline - time.monotonic()))
 
     def _request(self, method: str, base_url: str, path: str, **kwargs: Any) -> requests.Response:
         import requests
 
-        left = self.timeout
-        if self._deadline is not None:
-            left = min(left, self._deadline - time.monotonic())
-        if left <= 0:
+        left = self._left_s()
+        if left == 0:
             raise RoundTimeoutError(f"{method} {base_url}{path}: not sent, the deadline has passed", side="trainer")
+        ends = time.monotonic() + left
         try:
             reply = requests.request(
                 method, base_url + path, timeout=left, headers=self._headers, **self._tls, **kwargs
             )
-        except requests.Timeout as exc:
-            raise RoundTimeoutError(f"{method} {base_url}{path}: no reply within {left:.1f} s", side="trainer") from exc
         except requests.RequestException as exc:
+            if isinstance(exc, requests.Timeout) or time.monotonic() >= ends:  # a body's is no Timeout
+                raise RoundTimeoutError(
+                    f"{method} {base_url}{path}: no reply within {left:.1f} s", side="trainer"
+                ) from exc
             raise TransportError(f"{method} {base_url}{path}: {exc}", side="trainer") from exc
         if reply.ok:
             return reply
@@ -277,6 +306,28 @@ def _none_if_missing(call: Callable[[], requests.Response]) -> requests.Response
         if exc.status in (404, 405):
             return None
         raise
+
+
+def _object_of(reply: requests.Response, *keys: str) -> dict[str, Any]:
+    """The JSON object of a reply, with at least `keys`; anything else comes from another kind of server."""
+    try:
+        payload = reply.json()
+    except ValueError:
+        payload = None
+    if not isinstance(payload, dict) or not payload.keys() >= set(keys):
+        raise TransportError(
+            f"{reply.url}: expected a JSON object with {list(keys)}, got {reply.text[:200]!r}; is this a vLLM server?",
+            side="trainer",
+        )
+    return payload
+
+
+def _succeeded(reply: requests.Response) -> bool:
+    """What a cache reset reports in its body; servers before vLLM 0.28 report nothing and answer with an error status."""
+    try:
+        return bool(reply.json().get("success", True))
+    except (ValueError, AttributeError):
+        return True
 
 
 def _run_into(future: Future[T], call: Callable[[str], T], url: str) -> None:

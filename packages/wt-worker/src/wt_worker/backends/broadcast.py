@@ -33,7 +33,7 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._channel: GlooChannel | None = None
+        self._channels: dict[int, GlooChannel] = {}  # by root, all of one epoch
         self._epoch = 0
         self._staging: list[torch.Tensor] = []
 
@@ -42,9 +42,15 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
         assert info is not None  # receiving follows an init
         dtypes = [getattr(torch, name) for name in metadata.dtype_names]
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(metadata.shapes, dtypes, strict=True)]
-        groups = plan_groups(sizes, max_bytes=info.max_group_bytes, max_pieces=info.max_group_pieces)
+        groups = plan_groups(
+            sizes,
+            max_bytes=info.max_group_bytes,
+            max_pieces=info.max_group_pieces,
+            roots=metadata.roots or None,
+        )
         if go.epoch != self._epoch:
-            self._channel = None
+            self._close_channels()
+            self._epoch = go.epoch
         while len(self._staging) < min(info.num_buffers, len(groups)):
             self._staging.append(torch.empty(info.max_group_bytes, dtype=torch.uint8))
         arrived = _Arrivals(round_)
@@ -65,9 +71,12 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
         if failed:
             # A receive that was abandoned goes on writing into its buffer: never use that, or its group, again.
             self._staging = []
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+            self._close_channels()
+
+    def _close_channels(self) -> None:
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
 
     def _pump(
         self, session: WorkerSession, round_: Round, go: Go, groups: tuple[Group, ...], arrived: _Arrivals
@@ -75,32 +84,38 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
         """On a thread of its own: enter each group's broadcast when the sender says that everybody is ready for it."""
         staging = self._staging
         try:
-            channel = self._channel
-            if channel is None:
-                channel = GlooChannel(
-                    session.store,
-                    epoch=go.epoch,
-                    rank=go.rank,
-                    world_size=go.world_size,
-                    address=session.local_address,
-                    deadline=round_.deadline,
-                )
-                with round_.changed:
-                    round_.wait(
-                        lambda: True, ""
-                    )  # a failed round has dropped the channel already: do not bring one back
-                    self._channel, self._epoch = channel, go.epoch
+            channels = self._open_channels(session, round_, go, sorted({group.root for group in groups}))
             for number, group in enumerate(groups):
                 round_.wait(
                     lambda number=number: round_.num_entered > number,  # type: ignore[misc]
                     f"the trainer to send group {number} of {len(groups)}",
                 )
-                channel.broadcast(staging[number % len(staging)][: group.num_bytes], round_.deadline)
+                buffer = staging[number % len(staging)][: group.num_bytes]
+                channels[group.root].broadcast(buffer, round_.deadline)
                 arrived.mark(number)
         except WeightTransferError as exc:
             round_.fail(exc.fill(side=Side.WORKER))
         except Exception as exc:
             round_.fail(TransportError(f"the receiving thread failed ({type(exc).__name__}: {exc})", side=Side.WORKER))
+
+    def _open_channels(self, session: WorkerSession, round_: Round, go: Go, roots: list[int]) -> dict[int, GlooChannel]:
+        """A channel from each root; those that are there are kept. All workers open them in the same order."""
+        channels = dict(self._channels)
+        for root in roots:
+            if root not in channels:
+                channels[root] = GlooChannel(
+                    session.store,
+                    epoch=go.epoch,
+                    root=root,
+                    rank=go.rank,
+                    world_size=go.world_size,
+                    address=session.local_address,
+                    deadline=round_.deadline,
+                )
+        with round_.changed:
+            round_.wait(lambda: True, "")  # a failed round has dropped its channels already: do not bring them back
+            self._channels = channels
+        return channels
 
 
 class _Arrivals:

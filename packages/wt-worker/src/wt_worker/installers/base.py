@@ -29,8 +29,9 @@ class InstallResult:
 class Installer(Protocol):
     """Puts one round of weights into a model at a time.
 
-    Before a byte moves, `check(metadata)` says whether the model has a place for what will come. A round, all on the worker's own thread or all on one helper of it:
+    A round, all on the worker's own thread or all on one helper of it:
 
+    0. `check(metadata)`, before a byte moves.
     1. `begin()`. From here on the model cannot generate.
     2. `install(batch)`, any number of times, together covering whatever the round updates.
     3. `finish()`. The model serves the new weights.

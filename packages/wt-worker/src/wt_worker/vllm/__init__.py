@@ -1,1 +1,1 @@
-"""The only modules that import vLLM: the plugin that vLLM loads, and its layerwise reload."""
+"""The only modules that import vLLM: the plugin that it loads, and installing by its own loaders."""

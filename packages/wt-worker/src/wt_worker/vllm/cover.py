@@ -23,12 +23,14 @@ class Target:
     leaf: str
     layer: torch.nn.Module
     tensor: torch.Tensor
-    is_optional: bool  # a non-persistent buffer: vLLM keeps the old one if no new one came
+    is_optional: bool
+    """A non-persistent buffer: vLLM keeps the old one where no new one came."""
     boxes: set[_Box] = field(default_factory=set)
 
     def is_processed(self) -> bool:
-        """Whether vLLM has replaced the meta tensor, which it does just before it writes the old one."""
-        return self.tensor.is_meta and not getattr(self.layer, self.leaf, self.tensor).is_meta
+        """Whether vLLM has replaced the meta tensor, as it does just before it writes the old one."""
+        now = getattr(self.layer, self.leaf, None)
+        return self.tensor.is_meta and isinstance(now, torch.Tensor) and not now.is_meta
 
     def num_written(self) -> int:
         """Elements written, each counted once."""
@@ -38,7 +40,7 @@ class Target:
         )
         if all(last < start for (_, last), (start, _) in pairwise(spans)):
             num_bytes = sum(math.prod(shape) for _, shape, _ in self.boxes)
-        else:  # interleaved or repeated
+        else:  # interleaved or overlapping
             written = torch.zeros(self.tensor.untyped_storage().nbytes(), dtype=torch.bool)
             for start, shape, strides in self.boxes:
                 written.as_strided(shape, strides, start).fill_(True)
@@ -46,21 +48,28 @@ class Target:
         return num_bytes // self.tensor.itemsize
 
     def num_expected(self) -> int:
-        """Elements that a checkpoint fills: all but the padding that vLLM 0.31 and later declares."""
+        """Elements that a checkpoint fills; vLLM 0.31 and later says which parameters are padded."""
         return int(getattr(self.tensor, "weight_loader_numel", self.tensor.numel()))
 
 
-class WriteRecorder(TorchDispatchMode):
+class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """While entered, notes what is written into the model's tensors.
 
     Loaders write by `copy_`, and padding (the last rows of a vocabulary) by `fill_` or `zero_`; any
-    other operation in place counts as a change but not as cover. vLLM calls each loader once on the
+    other operation in place counts as a change, not as cover. vLLM calls each loader once on the
     meta tensors, which is what is seen here, and once more when it processes the layer.
+
+    Attributes:
+        targets: what is watched, by storage.
+        is_rehearsal: leave tensors that are not on the meta device as they are.
+        has_written_live: whether a watched tensor that the model serves from was written.
+        conflicts: tied parameters that were written twice, with different values.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.targets: dict[torch.UntypedStorage, Target] = {}
+        self.is_rehearsal = False
         self.has_written_live = False
         self.conflicts: list[str] = []
         self._tied = tied_storages(model)
@@ -69,29 +78,31 @@ class WriteRecorder(TorchDispatchMode):
     def watch(self, model: torch.nn.Module) -> None:
         """Writes into the tensors that `model` has now are noted from now on."""
         for prefix, layer in model.named_modules():
-            persistent = layer.state_dict(keep_vars=True).keys()
+            optional = layer._non_persistent_buffers_set  # noqa: SLF001 -- torch has no other way
             for leaf, tensor in (
                 *layer.named_parameters(recurse=False),
                 *layer.named_buffers(recurse=False),
             ):
-                target = Target(
-                    name=f"{prefix}.{leaf}" if prefix else leaf,
-                    leaf=leaf,
-                    layer=layer,
-                    tensor=tensor,
-                    is_optional=leaf not in persistent,
-                )
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                target = Target(name, leaf, layer, tensor, leaf in optional)
                 self.targets.setdefault(tensor.untyped_storage(), target)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         operation = func.overloadpacket.__name__
         if operation.endswith("_") and args and isinstance(args[0], torch.Tensor):
-            self._note(operation, *args)
+            is_live = self._note(operation, *args)
+            if is_live and self.is_rehearsal:
+                return args[0]
         return func(*args, **(kwargs or {}))
 
-    def _note(self, operation: str, written: torch.Tensor, source: Any = None, *_: Any) -> None:
+    def _note(self, operation: str, written: torch.Tensor, source: Any = None, *_: Any) -> bool:
+        """Note one operation in place; says whether it is on a watched tensor in service."""
         storage = written.untyped_storage()
         if storage in self._tied and isinstance(source, torch.Tensor):
             if storage in self._written_tied and not torch.equal(written, source):
@@ -99,26 +110,27 @@ class WriteRecorder(TorchDispatchMode):
             self._written_tied.add(storage)
         target = self.targets.get(storage)
         if target is None:
-            return
-        if not target.tensor.is_meta:
+            return False
+        is_live = not target.tensor.is_meta
+        if is_live:
             if isinstance(source, torch.Tensor) and source.untyped_storage() is storage:
-                return  # vLLM copies what it left in place onto itself
-            self.has_written_live = True
+                return True  # vLLM copies onto itself what it never moved
+            self.has_written_live |= not self.is_rehearsal
         if operation in {"copy_", "fill_", "zero_"} and written.numel():
             size = written.itemsize
             strides = tuple(step * size for step in written.stride())
-            box = (written.storage_offset() * size, (*written.shape, size), (*strides, 1))
-            target.boxes.add(box)
+            start = int(written.storage_offset()) * size
+            target.boxes.add((start, (*written.shape, size), (*strides, 1)))
+        return is_live
 
 
 def tied_storages(model: torch.nn.Module) -> dict[torch.UntypedStorage, str]:
-    """Storages that more than one layer has as a parameter, with the last of its names."""
-    seen: set[torch.UntypedStorage] = set()
+    """Storages of the parameters that more than one layer has, with the last of their names."""
+    seen: set[int] = set()
     tied = {}
     for prefix, layer in model.named_modules():
         for leaf, parameter in layer.named_parameters(recurse=False):
-            storage = parameter.untyped_storage()
-            if storage in seen:
-                tied[storage] = f"{prefix}.{leaf}"
-            seen.add(storage)
+            if id(parameter) in seen:
+                tied[parameter.untyped_storage()] = f"{prefix}.{leaf}"
+            seen.add(id(parameter))
     return tied

@@ -14,17 +14,19 @@ BACKENDS_GROUP = "wt_worker.backends"
 """Entry-point group of users' own worker engines: `name = module:Class`."""
 
 ALLOW_ANY_VLLM = "WT_ALLOW_ANY_VLLM"
-"""Environment variable; set to 1, it lets the plugin register with a vLLM it was not tested with."""
+"""Environment variable; set to 1, it lets the plugin register with a vLLM that is not supported."""
 
-_FIRST_VLLM = (0, 26)  # the first whose workers build an engine as (config, vllm_config, device, model)
-_NEXT_VLLM = (0, 34)  # the first whose layerwise reload nobody has compared with wt_worker.vllm.reload
+# Since 0.26 a worker builds its engine as (config, vllm_config, device, model). Up to 0.33 the
+# layerwise reload was read, and compared with what wt_worker.vllm.reload expects of it.
+_FIRST_VLLM = (0, 26)
+_NEXT_VLLM = (0, 34)
 
 _logger = logging.getLogger(__name__)
 _registered: set[str] = set()
 
 
 def register() -> None:
-    """vLLM knows every built-in backend as `wt_<name>`, and every user's backend by its own name.
+    """In vLLM, every built-in backend is now called `wt_<name>`, and every user's by its own name.
 
     Built-in backends have the prefix because vLLM took the plain names for engines of its own.
     Users' backends are the entry points of group `wt_worker.backends`. No engine is imported here:

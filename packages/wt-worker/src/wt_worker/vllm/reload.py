@@ -1,4 +1,4 @@
-"""Weights go in through vLLM's own loaders, layer by layer, and a failed round leaves a model that serves.
+"""Weights go in through vLLM's own loaders, and a failed round leaves a model that serves.
 
 vLLM's layerwise reload moves every layer's parameters to the meta device, keeps what its loaders
 are given until as many elements have come as the layer has, then loads and post-processes that
@@ -6,51 +6,55 @@ layer and copies the result into the storage that served before. Three things ar
 because vLLM 0.26 to 0.33 lacks them:
 
 * **Cover.** vLLM counts elements and processes at the end whatever it has, uninitialised memory
-  included. A recorder sees which elements the loaders write, so that a layer which got only a part
-  of its own is refused.
+  included. A recorder sees which elements the loaders write, so that a layer which would get a part
+  of its own is refused: before a byte moves (`check`), and again at the end (`finish`).
 * **Abort.** vLLM has no way back from a failed round: layers stay on the meta device, and the next
   round goes on with the old one's counts and tensors.
-* **CPU.** On vLLM's CPU platform a tied output head and mixture-of-experts layers would keep
-  kernels built from the old weights.
+* **CPU.** There, a tied output head and mixture-of-experts layers would keep kernels built from
+  the old weights (`wt_worker.vllm.cpu`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.model_executor.layers import attention
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.platforms import current_platform
 
 from wt_common import PlanError
+from wt_common.session import Metadata
 from wt_worker.installers.base import InstallResult
-from wt_worker.vllm.cover import WriteRecorder, tied_storages
+from wt_worker.vllm.cover import WriteRecorder
+from wt_worker.vllm.cpu import forget_moe_kernels, repack_tied_weights
 
 __all__ = ["LayerwiseInstaller"]
+
+_REHEARSAL = -(1 << 62)  # a count from which no layer's number of elements is ever reached
+
+_logger = logging.getLogger(__name__)
 
 
 class LayerwiseInstaller:
     """Installs through `model.load_weights`, with vLLM's layerwise reload; see `Installer`.
 
-    Works for every model that vLLM can reload, at vLLM's speed, with up to one layer in memory
-    twice. Biases, and expert maps and the like, are never moved to the meta device (vLLM's
-    `SKIP_TENSORS`): loaders write them at once, so that a round which fails after one is poisoned.
+    Takes every model that vLLM can reload, at vLLM's speed, with up to one layer in memory twice.
+    Biases and expert maps stay where they are (vLLM's `SKIP_TENSORS`; biases since 0.27): loaders
+    write them at once, so that a round which fails after one of them is poisoned.
 
     Attributes:
-        check_cover: refuse, at `finish`, a layer of which only a part was loaded. Whoever turns
-            this off answers for it: vLLM serves uninitialised memory then.
+        check_cover: refuse a round that loads a part of a layer. Whoever turns this off answers for
+            it: vLLM serves uninitialised memory then.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:
@@ -62,14 +66,48 @@ class LayerwiseInstaller:
         self._recorder: WriteRecorder | None = None  # there while a round is open
         self._touched = False
         self._names: set[str] = set()
+        self._skipped_names: set[str] = set()
         self._moe_kernels: dict[torch.nn.Module, Any] = {}
 
+    def check(self, metadata: Metadata) -> None:
+        """Raises what `install` and `finish` would raise for such a round; the model is as before.
+
+        A rehearsal with tensors that have no content: about 0.4 ms a name. If a loader wants to
+        know a value, nothing is known before the round; then, or for a tensor too large (loaders
+        take the part that they need), the round itself may fail or be wrong.
+
+        Raises:
+            PlanError: the model has no place for a name or shape, or a layer would get a part only.
+        """
+        batch = []
+        for name, dtype_name, shape in zip(metadata.names, metadata.dtype_names, metadata.shapes, strict=True):
+            dtype = getattr(torch, dtype_name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise _plan_error(name, f"{name}: torch has no dtype {dtype_name!r}")
+            device = "meta" if prod(shape) > 1 else "cpu"  # loaders ask scalars for their value
+            batch.append((name, torch.zeros(shape, dtype=dtype, device=device)))
+        self.begin()
+        recorder = self._open_round()
+        recorder.is_rehearsal = True
+        try:
+            for layer in self._model.modules():
+                get_layerwise_info(layer).load_numel = _REHEARSAL
+            self.install(batch)
+            if self.check_cover:
+                _refuse_partial(recorder)
+        except PlanError as error:
+            if "meta" not in str(error.__cause__):
+                raise
+            _logger.debug("not known before the round: a loader reads values", exc_info=True)
+        finally:
+            self.abort()
+
     def begin(self) -> None:
-        """Every layer is on the meta device and takes weights; nothing of an earlier round is left."""
+        """Every layer is on the meta device and takes weights; no earlier round's is left."""
         self.abort()
         self._touched = False
         self._names.clear()
-        self._moe_kernels.clear()
+        self._moe_kernels = {}
         with self._vllm_context():
             if any(get_layerwise_info(layer).can_load() for layer in self._model.modules()):
                 self._restore()  # somebody else's round, left open
@@ -77,14 +115,14 @@ class LayerwiseInstaller:
             try:
                 initialize_layerwise_reload(self._model)
                 self._recorder.watch(self._model)
-                if current_platform.is_cpu():
-                    self._forget_moe_kernels()
+                self._skipped_names = _skipped_names(self._model)
+                self._moe_kernels = forget_moe_kernels(self._model)
             except BaseException:
                 self.abort()
                 raise
 
     def install(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """vLLM holds the tensors, and every layer that is complete with them serves them.
+        """The tensors are in vLLM's hands, and every layer that is complete serves them.
 
         Raises:
             PlanError: a name came a second time in this round (vLLM would count its elements
@@ -93,33 +131,28 @@ class LayerwiseInstaller:
         recorder = self._open_round()
         for name, _ in batch:
             if name in self._names:
-                raise PlanError(
-                    f"{name} came twice in one round; send every name once",
-                    side="worker",
-                    phase="update",
-                    param=name,
-                )
+                raise _plan_error(name, f"{name} came twice in one round; send every name once")
             self._names.add(name)
         last = ""
 
         def feed() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal last
-            for last, tensor in batch:  # noqa: B007 -- read when the loader fails
-                yield last, tensor
+            for name, tensor in batch:
+                if name not in self._skipped_names:
+                    last = name
+                    yield name, tensor
 
         try:
             with self._vllm_context(), recorder:
-                self._model.load_weights(feed())  # type: ignore[operator]  # not in nn.Module
+                self._model.load_weights(feed())  # type: ignore[operator]  # vLLM's, not torch's
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise PlanError(
-                f"the loader of {type(self._model).__name__} failed at {last}, or at a name shortly "
-                f"before it: {type(error).__name__}: {error}; compare names, shapes and dtypes with "
-                "the checkpoint that the server was started with",
-                side="worker",
-                phase="update",
-                param=last,
+            raise _plan_error(
+                last,
+                f"the loader of {type(self._model).__name__} failed at {last}, or shortly before it: "
+                f"{type(error).__name__}: {error}; compare names, shapes and dtypes with the "
+                "checkpoint that the server was started from",
             ) from error
 
     def finish(self) -> InstallResult:
@@ -142,24 +175,23 @@ class LayerwiseInstaller:
                 with recorder:
                     finalize_layerwise_reload(self._model, self._model_config)
                 self._touched |= recorder.has_written_live
-                self._repack_tied_weights()
+                repack_tied_weights(self._model)
             if recorder.conflicts:
-                raise PlanError(
-                    f"{recorder.conflicts[0]} shares its storage with a parameter that was sent with "
-                    "other values; the server ties the two: send equal values, or start it from a "
-                    "checkpoint in which they differ",
-                    side="worker",
+                name = recorder.conflicts[0]
+                raise _plan_error(
+                    name,
+                    f"{name} is tied to another parameter here, and was sent with other values: send "
+                    "equal ones, or start the server from a checkpoint that has both, and different",
                     phase="finish",
-                    param=recorder.conflicts[0],
                 )
         except BaseException:
             self.abort()
             raise
         self._recorder = None
-        synced = {target.name for target in recorder.targets.values() if target.boxes}
-        known = {target.name for target in recorder.targets.values()}
-        names = [name for name, _ in self._model.named_parameters() if name in known]
-        not_synced = tuple(name for name in names if name not in synced)
+        loadable = {target.name for target in recorder.targets.values()}
+        loaded = {target.name for target in recorder.targets.values() if target.boxes}
+        names = [name for name, _ in self._model.named_parameters() if name in loadable]
+        not_synced = tuple(name for name in names if name not in loaded)
         return InstallResult(num_parameters=len(names) - len(not_synced), not_synced=not_synced)
 
     def abort(self) -> bool:
@@ -180,7 +212,7 @@ class LayerwiseInstaller:
 
     @contextmanager
     def _vllm_context(self) -> Iterator[None]:
-        """What vLLM's post-processing expects around it; vLLM 0.26 does not set it for an update."""
+        """What vLLM's post-processing needs around it; vLLM 0.26 does not set it for an update."""
         with torch.no_grad():
             if get_current_vllm_config_or_none() is not None:
                 yield
@@ -189,14 +221,14 @@ class LayerwiseInstaller:
                 yield
 
     def _restore(self) -> None:
-        """Old tensors are back in every layer that is not complete, and vLLM has forgotten the round."""
+        """Layers that are not complete have their old tensors, and vLLM has forgotten the round."""
         for layer in self._model.modules():
             self._keep_old(layer)
         finalize_layerwise_reload(self._model, self._model_config)
-        self._repack_tied_weights()
+        repack_tied_weights(self._model)
 
     def _keep_old(self, layer: torch.nn.Module) -> None:
-        """Finalizing will put the old tensors of `layer` back instead of processing what it was given."""
+        """Finalizing will put the layer's old tensors back, not process what it was given."""
         info = get_layerwise_info(layer)
         if info.kernel_tensors is None:  # complete: what is there is new, and stays
             return
@@ -206,44 +238,30 @@ class LayerwiseInstaller:
         if layer in self._moe_kernels:
             layer.quant_method.moe_kernel = self._moe_kernels[layer]  # type: ignore[union-attr]
 
-    def _forget_moe_kernels(self) -> None:
-        """Experts get a new kernel when they are processed.
-
-        vLLM 0.28 and later takes an existing kernel for a sign that the experts' weights need no
-        packing again, which is so on CUDA; on a CPU the weights would be used unpacked.
-        """
-        for layer in self._model.modules():
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
-                self._moe_kernels[layer] = method.moe_kernel
-                method.moe_kernel = None
-
-    def _repack_tied_weights(self) -> None:
-        """On a CPU, every layer that multiplies by a tied weight has a packed copy of the live one.
-
-        The copy is made when a layer is processed, and a tied output head is not: its weight
-        arrives under the name of the embedding.
-        """
-        if not current_platform.is_cpu():
-            return
-        tied = tied_storages(self._model)
-        for layer in self._model.modules():
-            weight = getattr(layer, "weight", None)
-            if hasattr(layer, "cpu_linear") and isinstance(weight, torch.nn.Parameter):
-                if weight.untyped_storage() in tied and weight.dim() == 2 and weight.numel():
-                    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-
 
 def _is_loaded(layer: torch.nn.Module) -> bool:
     info = get_layerwise_info(layer)
-    return info.kernel_tensors is None or info.load_numel > 0
+    return info.kernel_tensors is None or info.load_numel not in {0, _REHEARSAL}
 
 
 def _is_attention(layer: torch.nn.Module) -> bool:
-    """Whether vLLM makes the layer's tensors afresh when it has loaded some (scales of the cache)."""
+    """Whether vLLM makes the tensors afresh when some of them (scales of the cache) were loaded."""
     if hasattr(attention, "is_deferred_attention_layer"):
         return bool(attention.is_deferred_attention_layer(layer))
     return isinstance(layer, (attention.Attention, attention.MLAAttention))  # 0.26 and 0.27
+
+
+def _skipped_names(model: torch.nn.Module) -> set[str]:
+    """Further names of an embedding that is its model's output head too, as the same module.
+
+    vLLM skips them, but from 0.30 on raises unless the first name is in the same batch.
+    """
+    names = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, VocabParallelEmbedding):
+            names[f"{prefix}.weight"] = module
+    first = {module: name for name, module in reversed(names.items())}
+    return names.keys() - first.values()
 
 
 def _refuse_partial(recorder: WriteRecorder) -> None:
@@ -251,18 +269,21 @@ def _refuse_partial(recorder: WriteRecorder) -> None:
     for target in recorder.targets.values():
         if target.is_optional or _is_attention(target.layer):
             continue
-        # What stays live (a bias) may be left out as a whole; what was on the meta device may not.
+        # What stays in place (a bias) may be left out as a whole; what is on the meta device, not.
         if target.boxes or (target.tensor.is_meta and _is_loaded(target.layer)):
             num_written, num_expected = target.num_written(), target.num_expected()
             if num_written < num_expected:
                 partial.append((target.name, f"{num_written} of {num_expected} elements"))
     if partial:
-        raise PlanError(
-            "; ".join(f"{name}: got {got}" for name, got in partial[:5])
+        raise _plan_error(
+            partial[0][0],
+            "; ".join(f"{name} got {got}" for name, got in partial[:5])
             + (f"; and {len(partial) - 5} more" if len(partial) > 5 else "")
-            + ": a layer is updated whole or not at all; send all checkpoint names that it is made of "
-            "in one round",
-            side="worker",
+            + ": a layer is updated whole or not at all; send in one round all checkpoint names that "
+            "it is made of",
             phase="finish",
-            param=partial[0][0],
         )
+
+
+def _plan_error(name: str, message: str, phase: str = "update") -> PlanError:
+    return PlanError(message, side="worker", phase=phase, param=name or None)

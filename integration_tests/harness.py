@@ -1,0 +1,283 @@
+"""The trainer's end of the tests: starts worker processes and calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self
+
+import requests
+
+HERE = Path(__file__).parent
+
+WORKER_ENVIRONMENT = {
+    # The facts behind these: without them vLLM pins threads to cores and takes 8 GiB of key-value cache on a small machine.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class HostError(RuntimeError):
+    """A process of the test failed, or answered a call with an error: `error` has its type, message and attributes."""
+
+    def __init__(self, message: str, error: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.error = error or {}
+
+
+def worker_python() -> str:
+    """The interpreter of the worker environment: vLLM and wt-worker, no wt-trainer."""
+    if "WT_WORKER_PYTHON" not in os.environ:
+        raise HostError("set WT_WORKER_PYTHON to an interpreter with vLLM and wt-worker, or run `nox -s integration`")
+    return os.environ["WT_WORKER_PYTHON"]
+
+
+def worker_environment(**extra: str) -> dict[str, str]:
+    """The environment of a worker process: ours, with the worker's own PYTHONPATH."""
+    environment = {**os.environ, **WORKER_ENVIRONMENT, **extra}
+    environment.pop("PYTHONPATH", None)
+    if "WT_WORKER_PYTHONPATH" in os.environ:
+        environment["PYTHONPATH"] = os.environ["WT_WORKER_PYTHONPATH"]
+    return environment
+
+
+class HostClient:
+    """Calls to a process that serves `hosting.py`; a weight-sync client of exactly the four documented calls, and more."""
+
+    def __init__(self, port: int) -> None:
+        self._port: int | None = port
+
+    @property
+    def port(self) -> int:
+        """The port it answers on."""
+        assert self._port is not None
+        return self._port
+
+    def call(self, name: str, timeout_s: float = 120, **args: Any) -> Any:
+        """The result of one call; raises HostError with what was raised there."""
+        with (
+            socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s) as connection,
+            connection.makefile("rwb") as stream,
+        ):
+            stream.write(json.dumps({"call": name, "args": args}).encode() + b"\n")
+            stream.flush()
+            line = stream.readline()
+        if not line:
+            raise HostError(f"the process closed the connection in {name}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise HostError(f"{reply['error']['type']}: {reply['error']['message']}", reply["error"])
+        return reply["result"]
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.call("update_weights", update_info=update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update", weight_version=weight_version)
+
+
+class _HostProcess(HostClient):
+    """A process that serves `hosting.py`. `log` holds what it printed."""
+
+    def __init__(
+        self, command: list[str], config: dict[str, Any], environment: dict[str, str], directory: Path
+    ) -> None:
+        name = f"{Path(command[1]).stem}-{time.monotonic_ns()}"
+        self.log = directory / f"{name}.log"
+        self._port = None
+        self._port_file = directory / f"{name}.port"
+        self._deadline = time.monotonic() + 240
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, json.dumps({**config, "port_file": str(self._port_file)})],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=directory,
+                start_new_session=True,
+            )
+
+    @property
+    def port(self) -> int:
+        """The port it answers on, once it is ready."""
+        while self._port is None:
+            if self._port_file.exists():
+                self._port = int(self._port_file.read_text())
+            elif self.process.poll() is not None:
+                raise HostError(f"the process ended with {self.process.returncode}\n{self.tail()}")
+            elif time.monotonic() > self._deadline:
+                raise HostError(f"the process is not ready in time\n{self.tail()}")
+            else:
+                time.sleep(0.02)
+        return self._port
+
+    def tail(self, num_lines: int = 40) -> str:
+        """The end of its output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group."""
+        self.signal(signal.SIGKILL)
+        self.process.wait(timeout=10)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole process group."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """End the process."""
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class WorkerHost(_HostProcess):
+    """A worker process under `worker_host.py`: `bare` (an engine around a small module) or `vllm` (a whole vLLM)."""
+
+    def __init__(self, kind: str, directory: Path, **config: Any) -> None:
+        command = [worker_python(), str(HERE / "worker_host.py"), kind]
+        super().__init__(command, config, worker_environment(), directory)
+
+
+class TrainerHost(_HostProcess):
+    """A trainer rank in a process of its own, under `trainer_host.py`."""
+
+    def __init__(self, directory: Path, **config: Any) -> None:
+        command = [sys.executable, str(HERE / "trainer_host.py")]
+        super().__init__(command, config, {**os.environ, "OMP_NUM_THREADS": "1"}, directory)
+
+
+def together(*calls: Callable[[], Any], timeout_s: float = 120) -> list[Any]:
+    """The result of each call, run at the same time; an exception takes its place."""
+    futures: list[Future[Any]] = [Future() for _ in calls]
+
+    def run(call: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as exc:
+            future.set_result(exc)
+
+    for call, future in zip(calls, futures, strict=True):
+        threading.Thread(target=run, args=(call, future), daemon=True).start()
+    return [future.result(timeout=timeout_s) for future in futures]
+
+
+class VLLMServer:
+    """An unmodified vLLM OpenAI server with the wt-worker plugin, and the few questions that tests ask it."""
+
+    def __init__(
+        self, model: Path, directory: Path, *, backend: str = "wt_gloo", tensor_parallel_size: int = 1, **extra: str
+    ) -> None:
+        self.port = free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / f"server-{self.port}.log"
+        command = [
+            *(worker_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
+            *("--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tensor_parallel_size)),
+            *("--weight-transfer-config", json.dumps({"backend": backend})),
+        ]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=worker_environment(VLLM_SERVER_DEV_MODE="1", **extra),
+                cwd=directory,
+                start_new_session=True,
+            )
+        self._deadline = time.monotonic() + 240
+
+    def wait_ready(self) -> None:
+        """Return once it answers /health."""
+        while True:
+            if self.process.poll() is not None:
+                raise HostError(f"the server ended with {self.process.returncode}\n{self.tail()}")
+            if time.monotonic() > self._deadline:
+                raise HostError(f"the server is not ready in time\n{self.tail()}")
+            try:
+                if requests.get(f"{self.base_url}/health", timeout=5).ok:
+                    return
+            except requests.RequestException:
+                time.sleep(0.2)
+
+    def tail(self, num_lines: int = 60) -> str:
+        """The end of its output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of each prompt token after the first."""
+        choice = self._complete(token_ids, max_tokens=1, prompt_logprobs=0)
+        pairs = zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
+        return [position[str(token)]["logprob"] for token, position in pairs]
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        """The next `num_tokens` tokens, most probable ones."""
+        choice = self._complete(token_ids, max_tokens=num_tokens, ignore_eos=True, return_token_ids=True)
+        return list(choice["token_ids"])
+
+    def weight_version(self) -> str:
+        """The label that it publishes."""
+        return str(requests.get(f"{self.base_url}/weight_info", timeout=30).json()["weight_version"])
+
+    def _complete(self, token_ids: list[int], **params: Any) -> dict[str, Any]:
+        body = {"model": "m", "prompt": token_ids, "temperature": 0, **params}
+        reply = requests.post(f"{self.base_url}/v1/completions", json=body, timeout=60)
+        if not reply.ok:
+            raise HostError(f"{reply.status_code}: {reply.text}\n{self.tail()}")
+        return dict(reply.json()["choices"][0])
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole process group."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """End the server and all its processes."""
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.process.wait(timeout=10)
+
+    def __enter__(self) -> VLLMServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

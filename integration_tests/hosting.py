@@ -1,0 +1,73 @@
+"""One-line JSON calls on a local port: what both kinds of test process serve. Standard library only.
+
+One call is one connection: a line `{"call": name, "args": {...}}` in, a line `{"result": ...}` or `{"error": {...}}` out. Calls
+run one at a time on the main thread, as in an inference worker or a training loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+
+def serve(host: Any, port_file: str) -> None:
+    """Answer calls with the methods of `host`, until one is `exit`. The port appears in `port_file` when this begins."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    with open(port_file + ".part", "w") as file:
+        file.write(str(listener.getsockname()[1]))
+    os.replace(port_file + ".part", port_file)
+    while True:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rwb") as stream:
+            line = stream.readline()
+            if not line:
+                continue
+            request = json.loads(line)
+            reply = {"result": None} if request["call"] == "exit" else answer(host, request)
+            with suppress(OSError):  # the caller gave up waiting
+                stream.write(json.dumps(reply).encode() + b"\n")
+                stream.flush()
+            if request["call"] == "exit":
+                return
+
+
+def answer(host: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The reply to one call. An error carries its class, message, the attributes that are set, and the call's seconds."""
+    started = time.monotonic()
+    try:
+        return {"result": getattr(host, request["call"])(**request["args"])}
+    except Exception as exc:
+        traceback.print_exc()
+        attributes = exc.attributes() if hasattr(exc, "attributes") else {}
+        seconds = time.monotonic() - started
+        message = getattr(exc, "message", str(exc))
+        return {"error": {"type": type(exc).__name__, "message": message, "call_s": seconds, **attributes}}
+
+
+def process_stats() -> dict[str, Any]:
+    """What must stay flat over many rounds, and what must not be left behind by a failed one."""
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "resident_bytes": resident,
+        "pid": os.getpid(),
+    }
+
+
+def checksums(tensors: dict[str, Any]) -> dict[str, int]:
+    """One number per tensor: the sum of its bytes, each weighted by its place."""
+    import torch
+
+    result = {}
+    for name, tensor in tensors.items():
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+        result[name] = int((data * (torch.arange(1, data.numel() + 1) % 65521)).sum())
+    return result

@@ -1,0 +1,298 @@
+"""A trainer rank for tests, in a process of its own: python trainer_host.py '{"port_file": ..., "rank": 0, ...}'.
+
+Runs in the trainer environment, without vLLM. Config: `rank`, `num_ranks`, `layout` (see `LAYOUTS`), `group_port` (of the default
+group, if the layout has one), `workers` (ports of worker processes) or `base_urls` (of servers), `parameters` (name: [dtype, shape])
+or `model` (kind of `models.py`), `info` (options of the init info), `dtype` (of an HF model's parameters).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import cached_property
+from typing import Any
+
+import torch
+from harness import HostClient, together
+from hosting import checksums, process_stats, serve
+
+from wt_trainer import (
+    GlooTrainerInitInfo,
+    HTTPVLLMWeightSyncClient,
+    ModuleSource,
+    ParamMeta,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+
+
+class TensorSource(WeightSource):
+    """Tensors by name, whole on every rank that owns them.
+
+    `owners` maps a name to the ranks that own it. What is yielded can be made to differ from the metadata: `edit` is applied to
+    the list of (name, tensor) just before.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rank: int, owners: dict[str, list[int]] | None = None) -> None:
+        self.tensors = tensors
+        self.rank = rank
+        self.owners = owners or {}
+        self.edit: Any = None
+        self.pause_s = 0.0
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        return [
+            ParamMeta(name, tensor.dtype, tuple(tensor.shape), owners=self.owners.get(name))
+            for name, tensor in self.tensors.items()
+        ]
+
+    def iter_full(self):
+        owned = set(self.owned_names(self.rank))
+        items = [item for item in self.tensors.items() if item[0] in owned]
+        if self.edit is not None:
+            items = self.edit(items)
+        for name, tensor in items:
+            time.sleep(self.pause_s)
+            yield name, tensor
+
+
+def make_tensors(parameters: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Random tensors of every dtype, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    result = {}
+    for name, (dtype_name, shape) in parameters.items():
+        dtype = getattr(torch, dtype_name)
+        data = torch.randn(shape, generator=generator)
+        result[name] = (
+            (data > 0)
+            if dtype == torch.bool
+            else (data * 100).to(dtype)
+            if not dtype.is_floating_point
+            else data.to(dtype)
+        )
+    return result
+
+
+class EachHost:
+    """One client for several worker processes, called at the same time."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self.hosts = [HostClient(port) for port in ports]
+
+    def _all(self, name: str, *args: Any) -> None:
+        results = together(*(lambda host=host: getattr(host, name)(*args) for host in self.hosts), timeout_s=600)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._all("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._all("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("finish_weight_update", weight_version)
+
+
+class Trainer:
+    """One rank: its model, its source, its engine."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self.config = config
+        self.rank, self.num_ranks = config["rank"], config["num_ranks"]
+        if "group_port" in config:
+            torch.distributed.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{config['group_port']}",
+                rank=config.get("group_rank", self.rank),
+                world_size=config.get("group_size", self.num_ranks),
+            )
+        self.source: WeightSource = LAYOUTS[config["layout"]](self)
+        self.engine: Any = None
+
+    def client(self) -> Any:
+        if "base_urls" in self.config:
+            return HTTPVLLMWeightSyncClient(self.config["base_urls"], timeout=self.config.get("client_timeout_s", 60))
+        return EachHost(self.config["workers"])
+
+    def init(self, **options: Any) -> None:
+        info = GlooTrainerInitInfo(rank=self.rank, **{"timeout_s": 30, **self.config.get("info", {}), **options})
+        self.engine = WeightTransferTrainerFactory.trainer_init(info, client=self.client(), source=self.source)
+
+    def set_weights(self, seed: int) -> None:
+        """The next round sends the weights of `seed`."""
+        self.load(seed)
+
+    def send(self, weight_version: str | None = None) -> dict[str, Any]:
+        started = time.monotonic()
+        report = self.engine.send_weights(weight_version=weight_version)
+        return {**report.to_dict(), "call_s": time.monotonic() - started}
+
+    def edit(self, kind: str, param: str = "") -> None:
+        """What the source yields from now on differs from its metadata in the named way; `none` puts it right."""
+        self.source.edit = _EDITS[kind](param)
+
+    def slow(self, pause_s: float) -> None:
+        self.source.pause_s = pause_s
+
+    def sums(self) -> dict[str, int]:
+        return checksums(self.source.tensors)
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+    def stats(self) -> dict[str, Any]:
+        return process_stats()
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+def _plain(trainer: Trainer) -> WeightSource:
+    """Every rank holds everything."""
+    parameters = trainer.config["parameters"]
+    source = TensorSource(make_tensors(parameters, 0), trainer.rank, trainer.config.get("owners"))
+
+    def load(seed: int) -> None:
+        for name, tensor in make_tensors(parameters, seed).items():
+            source.tensors[name].copy_(tensor)
+
+    trainer.load = load
+    return source
+
+
+def _build_hf(trainer: Trainer, seed: int) -> torch.nn.Module:
+    import models
+
+    return models.build_model(trainer.config["model"], seed).to(getattr(torch, trainer.config.get("dtype", "float32")))
+
+
+def _hf_plain(trainer: Trainer) -> WeightSource:
+    """A Hugging Face model, whole on every rank."""
+    model = _build_hf(trainer, 0)
+    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict())
+    return ModuleSource(model)
+
+
+def _hf_fsdp2(trainer: Trainer) -> WeightSource:
+    """A Hugging Face model, each layer and the rest sharded by FSDP2 over the default group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (trainer.num_ranks,))
+    model = _build_hf(trainer, 0)
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if trainer.config.get("offload") else {}
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+    def load(seed: int) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        full = _build_hf(trainer, seed).state_dict()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(distribute_tensor(full[name], param.device_mesh, param.placements))
+
+    trainer.load = load
+    return ModuleSource(model)
+
+
+def _hf_tp(trainer: Trainer) -> WeightSource:
+    """A Hugging Face model whose projections are tensor-parallel DTensors; with `mesh`, on the inner axis of a (dp, tp) mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    shape = tuple(trainer.config.get("mesh", (trainer.num_ranks,)))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])["tp"]
+    model = _build_hf(trainer, 0)
+
+    def placement(name: str, param: torch.Tensor) -> Any:
+        if param.dim() < 2:
+            return Replicate()
+        return Shard(1) if "o_proj" in name or "down_proj" in name else Shard(0)
+
+    for name, param in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        sharded = distribute_tensor(param.data, mesh, [placement(name, param)])
+        model.get_submodule(path).register_parameter(leaf, torch.nn.Parameter(sharded, requires_grad=False))
+
+    def load(seed: int) -> None:
+        full = _build_hf(trainer, seed).state_dict()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(distribute_tensor(full[name], param.device_mesh, param.placements))
+
+    trainer.load = load
+    return ModuleSource(model)
+
+
+class StageSource(WeightSource):
+    """Pipeline stages: each rank holds, and sends, its own layers; the first the embedding, the last the head."""
+
+    def __init__(self, model: torch.nn.Module, rank: int, num_ranks: int, num_layers: int) -> None:
+        self.model = model
+        self.rank = rank
+        self.stage_of = lambda layer: layer * num_ranks // num_layers
+        self.last = num_ranks - 1
+
+    def _stage(self, name: str) -> int:
+        parts = name.split(".")
+        if "layers" in parts:
+            return self.stage_of(int(parts[parts.index("layers") + 1]))
+        return 0 if "embed_tokens" in name else self.last
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        return [
+            ParamMeta(name, param.dtype, tuple(param.shape), owners=(self._stage(name),))
+            for name, param in self.model.named_parameters()
+        ]
+
+    def iter_full(self):
+        owned = set(self.owned_names(self.rank))
+        yield from ((name, param.detach()) for name, param in self.model.named_parameters() if name in owned)
+
+
+def _hf_pipeline(trainer: Trainer) -> WeightSource:
+    """A Hugging Face model in pipeline stages: every rank is a data sender."""
+    model = _build_hf(trainer, 0)
+    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict())
+    return StageSource(model, trainer.rank, trainer.num_ranks, model.config.num_hidden_layers)
+
+
+LAYOUTS = {"plain": _plain, "hf": _hf_plain, "fsdp2": _hf_fsdp2, "tp": _hf_tp, "pipeline": _hf_pipeline}
+
+
+def _replace(name: str, change: Any) -> Any:
+    return lambda items: [(key, change(value) if key == name else value) for key, value in items]
+
+
+_EDITS = {
+    "none": lambda name: None,
+    "missing": lambda name: lambda items: [item for item in items if item[0] != name],
+    "extra": lambda name: lambda items: [*items, ("extra", torch.zeros(3))],
+    "renamed": lambda name: lambda items: [("renamed" if key == name else key, value) for key, value in items],
+    "reordered": lambda name: lambda items: items[::-1],
+    "shape": lambda name: _replace(name, lambda value: torch.cat([value.reshape(-1), value.reshape(-1)])),
+    "dtype": lambda name: _replace(name, lambda value: value.to(torch.float64)),
+    "strided": lambda name: _replace(name, lambda value: torch.stack([value, value], dim=-1)[..., 0]),
+}
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    serve(Trainer(config), config["port_file"])
+    os._exit(0)  # an abandoned gloo thread may still run; it must not decide the exit status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""A worker process for tests: hosts a worker engine, or a whole vLLM, behind one-line JSON calls on a local port.
+
+Runs in the worker environment, where wt-trainer is not installed:
+
+    python worker_host.py bare  '{"port_file": ..., ...}'
+    python worker_host.py vllm  '{"port_file": ..., "model": DIR, "backend": "wt_gloo", ...}'
+
+The calls are the methods of the host class; see `hosting.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from hosting import checksums, process_stats, serve
+
+
+class BareHost:
+    """One engine rank around a small module, without vLLM. It keeps vLLM's own books about open updates."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        import torch
+
+        from wt_worker import WeightTransferConfig, WeightTransferEngineFactory
+
+        torch.set_num_threads(1)
+        self.torch = torch
+        self.model = torch.nn.Module()
+        for name, (dtype, shape) in config["parameters"].items():
+            value = torch.zeros(shape, dtype=getattr(torch, dtype))
+            _register(self.model, name, torch.nn.Parameter(value, requires_grad=False))
+        parallel = SimpleNamespace(rank=config.get("rank", 0), world_size=config.get("size", 1), data_parallel_index=0)
+        vllm_config = SimpleNamespace(
+            parallel_config=parallel, model_config=None, instance_id=config.get("engine", f"bare{os.getpid()}")
+        )
+        self.engine = WeightTransferEngineFactory.create_engine(
+            WeightTransferConfig(backend=config.get("backend", "gloo")), vllm_config, torch.device("cpu"), self.model
+        )
+        self.active = False
+        self.version = "default"
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.engine.init_transfer_engine(self.engine.parse_init_info(init_info))
+
+    def start_weight_update(self) -> None:
+        if self.active:
+            raise RuntimeError("start_weight_update: an update is already open")
+        self.engine.start_weight_update()
+        self.active = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if not self.active:
+            raise RuntimeError("update_weights: no update is open")
+        try:
+            self.engine.update_weights(update_info)
+        except BaseException:
+            self.active = False
+            raise
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if not self.active:
+            raise RuntimeError("finish_weight_update: no update is open")
+        self.engine.finish_weight_update()
+        self.active = False
+        if weight_version is not None:
+            self.version = weight_version
+
+    def weight_version(self) -> str:
+        return self.version
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self.engine.shutdown()
+
+    def sums(self) -> dict[str, int]:
+        """A checksum per parameter."""
+        return checksums(dict(self.model.named_parameters(remove_duplicate=False)))
+
+    def stats(self) -> dict[str, Any]:
+        """Threads, descriptors and memory of this process."""
+        return process_stats()
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+def _register(model: Any, name: str, param: Any) -> None:
+    *path, leaf = name.split(".")
+    module = model
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, type(model)())
+        module = module._modules[part]
+    module.register_parameter(leaf, param)
+
+
+class VLLMHost:
+    """A whole vLLM in this process (`LLM`), its engine core and worker included."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=config["model"],
+            enforce_eager=True,
+            dtype=config.get("dtype", "float32"),
+            max_model_len=128,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=64 << 20,
+            weight_transfer_config={"backend": config.get("backend", "wt_gloo")},
+            tensor_parallel_size=config.get("tensor_parallel_size", 1),
+        )
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        from wt_worker import WeightTransferInitRequest
+
+        self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        from wt_worker import WeightTransferUpdateRequest
+
+        self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+
+    def weight_version(self) -> str:
+        return self.llm.get_weight_version()
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of each prompt token after the first."""
+        from vllm import SamplingParams
+
+        self.llm.reset_prefix_cache()
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        output = self.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)[0]
+        pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [position[token].logprob for token, position in pairs]
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        """The next `num_tokens` tokens, most probable ones."""
+        from vllm import SamplingParams
+
+        self.llm.reset_prefix_cache()
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        output = self.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)[0]
+        return list(output.outputs[0].token_ids)
+
+    def modules(self) -> list[str]:
+        """Top-level packages imported in this process."""
+        return sorted({name.partition(".")[0] for name in sys.modules})
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+def main() -> None:
+    kind, config = sys.argv[1], json.loads(sys.argv[2])
+    serve({"bare": BareHost, "vllm": VLLMHost}[kind](config), config["port_file"])
+
+
+if __name__ == "__main__":
+    main()

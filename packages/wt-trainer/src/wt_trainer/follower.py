@@ -1,0 +1,126 @@
+"""Another trainer rank's end of the agreement channel: one connection to the sender, and the round in progress."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
+from wt_common.errors import error_from_wire
+from wt_common.session import Abort, Enter, Message, RoundOutcome, StoreSet
+from wt_trainer.connection import Connection
+from wt_trainer.round import Round
+from wt_trainer.store import RendezvousStore
+
+__all__ = ["FollowerSession"]
+
+M = TypeVar("M", bound=Message)
+
+_SENDER = ("trainer", "", 0)  # the key under which a round files what the sender posts
+_OUTCOME_GRACE_S = 1.5  # past the deadline, for the sender to say how the round ended
+
+
+class FollowerSession:
+    """The connection of a trainer rank above 0 to the sender. All state is guarded by `changed`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.changed = threading.Condition()
+        self.store = RendezvousStore(self.changed, self._publish)
+        self.address = connection.local_address
+        self.round: Round | None = None
+        self._early: list[Message] = []  # of a round that the sender has begun and this rank has not
+        self._lost: WeightTransferError | None = None
+        self._connection = connection
+        connection.start_reader(self._on_message, self._on_lost, name="wt-session-reader sender")
+
+    @contextmanager
+    def running(self, number: int, timeout_s: float) -> Iterator[Round]:
+        """Within it, round `number` is in progress on this rank.
+
+        Raises:
+            StaleSessionError: the connection was closed by this rank.
+        """
+        with self.changed:
+            self.round = round_ = Round(number, timeout_s, self.changed)
+            if self._lost is not None:
+                round_.fail(self._lost)
+            early, self._early = self._early, []
+            for message in early:
+                self._file(round_, message)
+        try:
+            yield round_
+        finally:
+            with self.changed:
+                self.round = None
+
+    def outcome(self, round_: Round) -> RoundOutcome:
+        """How the round ended for everybody, in the sender's words.
+
+        Raises:
+            PeerLostError: the sender is gone.
+            RoundTimeoutError: it did not say in time.
+        """
+        posts = round_.posts.setdefault(RoundOutcome, {})
+        with self.changed:
+            self.changed.wait_for(
+                lambda: _SENDER in posts or self._lost is not None, round_.remaining_s + _OUTCOME_GRACE_S
+            )
+            if _SENDER in posts:
+                return posts[_SENDER]  # type: ignore[return-value]  # filed under its own type
+            if self._lost is not None:
+                raise self._lost
+        raise round_.timeout_error(lambda: "the sender to say how the round ended")
+
+    def received(self, round_: Round, kind: type[M]) -> M:
+        """The sender's `kind` message of this round, once it is there. Raises as `Round.wait` does."""
+        posts = round_.posts.setdefault(kind, {})
+        round_.wait(lambda: _SENDER in posts, lambda: f"the sender's {kind.type!r}")
+        return posts[_SENDER]  # type: ignore[return-value]  # filed under its own type
+
+    def send(self, message: Message) -> None:
+        """Send `message` to the sender."""
+        self._connection.send(message)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        with self.changed:
+            self._lost = self._lost or StaleSessionError("shut down; call trainer_init again", side=Side.TRAINER)
+        self._connection.close()
+
+    def _publish(self, message: StoreSet, origin: object) -> None:
+        if origin is None:  # set here; what came from the sender has gone to everybody else from there
+            with suppress(WeightTransferError):  # the reader thread fails the round
+                self.send(message)
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, StoreSet):
+            self.store.receive(message, origin=self)
+            return
+        with self.changed:
+            if self.round is None:
+                self._early.append(message)
+            else:
+                self._file(self.round, message)
+                self.changed.notify_all()
+
+    @staticmethod
+    def _file(round_: Round, message: Message) -> None:
+        """Take a message of `round_`; one of another round is too late to matter."""
+        if getattr(message, "round", None) != round_.number:
+            return
+        if isinstance(message, Abort):
+            round_.drain = message.drain
+            round_.fail(error_from_wire(message.error))
+        elif isinstance(message, Enter):
+            round_.num_entered = message.group + 1
+        round_.posts.setdefault(type(message), {})[_SENDER] = message
+
+    def _on_lost(self, exc: Exception) -> None:
+        with self.changed:
+            if self._lost is None:
+                self._lost = PeerLostError(f"trainer rank 0, the sender, is gone ({exc})", side=Side.TRAINER, rank=0)
+            if self.round is not None:
+                self.round.fail(self._lost)
+            self.changed.notify_all()

@@ -1,0 +1,71 @@
+"""What a round sends, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wt_common import PlanError, Side
+from wt_common.session import Metadata, metadata_digest
+from wt_trainer.source import WeightSource
+
+__all__ = ["RoundMetadata"]
+
+
+@dataclass(frozen=True)
+class RoundMetadata:
+    """Names, dtypes, full shapes and sizes of a round's parameters, and the trainer rank (root) that sends each.
+
+    Computed once: a source's metadata does not change. `digest` names it from the second round on.
+    """
+
+    names: tuple[str, ...]
+    dtype_names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes_bytes: tuple[int, ...]
+    roots: tuple[int, ...]
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = zip(self.names, self.dtype_names, self.shapes, self.roots, strict=True)
+        object.__setattr__(self, "digest", metadata_digest(rows))
+
+    @classmethod
+    def of(cls, source: WeightSource, num_ranks: int) -> RoundMetadata:
+        """The metadata of `source` on a trainer of `num_ranks`. A parameter's first owner sends it, rank 0 if all own it.
+
+        Raises:
+            PlanError: there is no parameter, a name comes twice, or an owner is no trainer rank.
+        """
+        metas = list(source.metadata)
+        names = tuple(meta.name for meta in metas)
+        if not names:
+            raise PlanError("the source's metadata names no parameter", side=Side.TRAINER)
+        if len(set(names)) != len(names):
+            seen: set[str] = set()
+            twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise PlanError(f"parameter {twice!r} comes twice in the source's metadata", side=Side.TRAINER, param=twice)
+        for meta in metas:
+            if meta.owners is not None and max(meta.owners) >= num_ranks:
+                raise PlanError(
+                    f"parameter {meta.name!r}: owners {meta.owners} name a rank outside the {num_ranks} trainer ranks; "
+                    "owners are trainer ranks, and all trainer ranks must call (see num_trainer_ranks)",
+                    side=Side.TRAINER,
+                    param=meta.name,
+                )
+        return cls(
+            names=names,
+            dtype_names=tuple(str(meta.dtype).rpartition(".")[2] for meta in metas),
+            shapes=tuple(meta.shape for meta in metas),
+            sizes_bytes=tuple(meta.num_bytes for meta in metas),
+            roots=tuple(0 if meta.owners is None or 0 in meta.owners else meta.owners[0] for meta in metas),
+        )
+
+    def message(self, round_number: int) -> Metadata:
+        """It as the session carries it."""
+        return Metadata(
+            round=round_number,
+            names=list(self.names),
+            dtype_names=list(self.dtype_names),
+            shapes=[list(shape) for shape in self.shapes],
+            roots=list(self.roots),
+        )

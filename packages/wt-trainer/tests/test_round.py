@@ -1,0 +1,319 @@
+"""A round's deadline, failures, posts and calls."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from wt_common import Outcome, PlanError, RoundTimeoutError, StaleSessionError, TransportError
+from wt_common.session import Credit, Installed, Ready
+from wt_trainer.round import Round
+from wt_trainer.session import Peer
+
+
+@pytest.fixture
+def round_():
+    return Round(3, 10, threading.Condition())
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The round's clock; it stands still unless the test moves `now`."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("wt_trainer.round.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+@pytest.fixture
+def short():
+    """A round of which little time is left."""
+    return Round(3, 0.1, threading.Condition())
+
+
+@pytest.fixture
+def peers(hello):
+    return [Peer(hello(rank=rank, size=2, hostname=f"host-{rank}"), connection=None) for rank in range(2)]
+
+
+def post(round_, peer, message):
+    with round_.changed:
+        round_.posts.setdefault(type(message), {})[peer.key] = message
+        round_.changed.notify_all()
+
+
+def never():
+    return False
+
+
+# --- time ------------------------------------------------------------------------------------------------------
+
+
+def test_round_counts_from_its_making(round_):
+    """Elapsed and remaining seconds add up to the timeout, and no outcome is decided."""
+    assert round_.elapsed_s + round_.remaining_s == pytest.approx(10, abs=0.1)
+    assert round_.deadline == pytest.approx(time.monotonic() + 10, abs=0.5)
+    assert (round_.number, round_.phase, round_.outcome, round_.failure) == (3, "init", None, None)
+
+
+def test_remaining_time_is_never_negative():
+    """After the deadline nothing remains."""
+    assert Round(1, -5, threading.Condition()).remaining_s == 0
+
+
+def test_timed_adds_up_the_seconds_of_a_phase(clock):
+    """A phase's seconds are added up over its parts, also of one that raised; the round says which phase it is in."""
+    round_ = Round(3, 10, threading.Condition())
+    with round_.timed("update"):
+        assert round_.phase == "update"
+        clock.now += 1
+
+    def fail():
+        with round_.timed("update"):
+            clock.now += 2
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with round_.timed("finish"):
+        clock.now += 4
+    assert round_.seconds == {"update": 3, "finish": 4}
+    assert round_.elapsed_s == 7
+
+
+# --- failure ---------------------------------------------------------------------------------------------------
+
+
+def test_first_failure_wins(round_):
+    """Only the first failure counts, and it learns the round's number and time."""
+    first = PlanError("first")
+    round_.fail(first)
+    round_.fail(TransportError("second"))
+    assert round_.failure is first
+    assert first.round == 3
+    assert first.elapsed_s >= 0
+    with pytest.raises(PlanError, match="first"):
+        round_.check()
+
+
+def test_failure_keeps_what_it_knows_already(round_):
+    """A failure that names its round and time is not renamed."""
+    round_.fail(StaleSessionError("x", round=1, elapsed_s=7))
+    assert (round_.failure.round, round_.failure.elapsed_s) == (1, 7)
+
+
+def test_failure_ends_a_wait_at_once(round_, in_thread):
+    """Whoever waits is freed by a failure from any thread, and raises it."""
+    waiting = threading.Event()
+
+    def not_ready():
+        waiting.set()
+        return False
+
+    waiter = in_thread(lambda: round_.wait(not_ready, lambda: "nothing"))
+    assert waiting.wait(10)
+    round_.fail(PlanError("no room"))
+    with pytest.raises(PlanError, match="no room"):
+        waiter.value()
+
+
+def test_failure_comes_before_what_is_ready(round_):
+    """In a failed round nothing is ready any more."""
+    round_.fail(PlanError("no room"))
+    with pytest.raises(PlanError):
+        round_.wait(lambda: True, lambda: "")
+
+
+def test_check_raises_failure_or_deadline(clock):
+    """`check` passes a round that is well, and raises the failure, or that the time is over."""
+    round_ = Round(3, 10, threading.Condition())
+    clock.now += 9.9
+    round_.check()
+    clock.now += 0.1
+    with pytest.raises(RoundTimeoutError, match="did not end within 10 s"):
+        round_.check()
+    round_.fail(PlanError("x"))
+    with pytest.raises(PlanError):
+        round_.check()
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------
+
+
+def test_wait_returns_when_it_is_ready(round_, in_thread):
+    """A wait ends as soon as its condition holds, and is not ended by another change."""
+    state = set()
+    waiter = in_thread(lambda: round_.wait(lambda: "go" in state, lambda: "go"))
+    for change in ("other", "go"):
+        assert waiter.thread.is_alive()
+        with round_.changed:
+            state.add(change)
+            round_.changed.notify_all()
+    waiter.value()
+
+
+def test_wait_names_what_is_missing_at_the_deadline(short):
+    """At the deadline a wait is a RoundTimeoutError, a TimeoutError, that says for what, in which round, how long."""
+    started = time.monotonic()
+    with pytest.raises(RoundTimeoutError, match=r"within 0\.1 s; still waiting for the last word") as caught:
+        short.wait(never, lambda: "the last word")
+    assert time.monotonic() - started < 2
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.round == 3
+    assert caught.value.elapsed_s >= 0.1
+    assert caught.value.side == "trainer"
+
+
+def test_what_is_ready_needs_no_time():
+    """After the deadline a wait still returns what is there."""
+    Round(1, 0, threading.Condition()).wait(lambda: True, lambda: "")
+
+
+def test_collect_returns_the_posts_of_all(round_, peers, in_thread):
+    """`collect` waits for one post of its kind from each peer, and returns them by peer."""
+    collecting = in_thread(lambda: round_.collect(Ready, peers))
+    post(round_, peers[0], Credit(round=3, limit=1))
+    post(round_, peers[0], Ready(round=3, knows_metadata=True))
+    assert collecting.thread.is_alive()
+    post(round_, peers[1], Ready(round=3, knows_metadata=False))
+    assert collecting.value() == {
+        peers[0].key: Ready(round=3, knows_metadata=True),
+        peers[1].key: Ready(round=3, knows_metadata=False),
+    }
+
+
+def test_collect_takes_what_came_before(round_, peers):
+    """A post that is there already is not waited for."""
+    post(round_, peers[0], Ready(round=3, knows_metadata=True))
+    assert list(round_.collect(Ready, peers[:1])) == [peers[0].key]
+
+
+def test_collect_from_nobody_is_empty(round_):
+    """Without peers there is nothing to wait for."""
+    assert round_.collect(Ready, []) == {}
+
+
+def test_collect_names_who_is_missing(short, peers):
+    """At the deadline the error names the peers that posted nothing, and not the others."""
+    post(short, peers[0], Installed(round=3, num_bytes=0, seconds={}, not_synced=[]))
+    with pytest.raises(RoundTimeoutError) as caught:
+        short.collect(Installed, iter(peers))
+    assert "'installed' from worker rank 1 of engine e0 (host-1)" in str(caught.value)
+    assert "host-0" not in str(caught.value)
+
+
+def test_collect_ends_with_a_failure(round_, peers, in_thread):
+    """A failure ends a collect, even when some have posted."""
+    collecting = in_thread(lambda: round_.collect(Ready, peers))
+    post(round_, peers[0], Ready(round=3, knows_metadata=True))
+    round_.fail(PlanError("no room"))
+    with pytest.raises(PlanError):
+        collecting.value()
+
+
+# --- calls -----------------------------------------------------------------------------------------------------
+
+
+def test_call_runs_beside_the_caller(round_):
+    """A call is on a daemon thread of its own, named after it, and `join` returns when it has returned."""
+    go_on, names = threading.Event(), []
+
+    def work():
+        names.append((threading.current_thread().name, threading.current_thread().daemon))
+        assert go_on.wait(10)
+
+    call = round_.run("update_weights", work)
+    assert not call.done
+    go_on.set()
+    call.join()
+    assert call.done
+    assert names == [("wt-call update_weights", True)]
+
+
+def test_failed_call_fails_the_round_at_once(round_):
+    """The error of a call is that of the round, whoever waits for what."""
+    error = PlanError("no room")
+
+    def work():
+        raise error
+
+    round_.run("start_weight_update", work)
+    with pytest.raises(PlanError) as caught:
+        round_.wait(never, lambda: "something else")
+    assert caught.value is error
+    assert (error.side, error.round) == ("trainer", 3)
+
+
+@pytest.mark.parametrize("error", [KeyError("w"), SystemExit(2)], ids=repr)
+def test_foreign_error_of_a_call_is_chained(round_, error):
+    """What a user's client raises, even an exit, is a TransportError that names the call and has it as its cause."""
+
+    def work():
+        raise error
+
+    call = round_.run("update_weights", work)
+    with pytest.raises(TransportError, match=f"^update_weights failed .{type(error).__name__}: ") as caught:
+        call.join()
+    assert caught.value.__cause__ is error
+
+
+def test_call_that_hangs_is_named_and_never_joined(short):
+    """A call that does not return costs the round's time and no more; the error names it, its thread is left alone."""
+    go_on = threading.Event()
+    call = short.run("finish_weight_update", lambda: go_on.wait(10))
+    started = time.monotonic()
+    with pytest.raises(RoundTimeoutError, match="still waiting for the reply to finish_weight_update"):
+        call.join()
+    assert time.monotonic() - started < 2
+    assert not call.done
+    go_on.set()
+    call._thread.join(10)
+    assert not call._thread.is_alive()
+
+
+def test_error_of_an_abandoned_call_changes_nothing(short):
+    """A call that fails after its round has failed leaves the round's first failure."""
+    go_on = threading.Event()
+
+    def work():
+        go_on.wait(10)
+        raise KeyError
+
+    call = short.run("finish_weight_update", work)
+    with pytest.raises(RoundTimeoutError) as caught:
+        call.join()
+    short.fail(caught.value)
+    go_on.set()
+    call._thread.join(10)
+    assert short.failure is caught.value
+
+
+def test_join_raises_what_unless_gives(round_):
+    """A join ends as soon as `unless` has an error, with that error, while the call still runs."""
+    go_on, refusal = threading.Event(), []
+    call = round_.run("init_weight_transfer_engine", lambda: go_on.wait(10))
+
+    def refuse():
+        with round_.changed:
+            refusal.append(PlanError("refused"))
+            round_.changed.notify_all()
+
+    threading.Thread(target=refuse).start()
+    with pytest.raises(PlanError, match="refused"):
+        call.join(unless=lambda: refusal[0] if refusal else None)
+    assert not call.done
+    go_on.set()
+    call._thread.join(10)
+
+
+def test_join_raises_what_unless_gives_even_after_the_call(round_):
+    """A call that went well does not hide that `unless` has an error."""
+    call = round_.run("init_weight_transfer_engine", lambda: None)
+    call._thread.join(10)
+    with pytest.raises(PlanError, match="refused"):
+        call.join(unless=lambda: PlanError("refused"))
+
+
+def test_outcome_is_one_of_three():
+    """A round ends in one of three ways, and there is no fourth."""
+    assert [str(outcome) for outcome in Outcome] == ["committed", "unchanged", "poisoned"]

@@ -1,0 +1,811 @@
+"""The sender's port: who is let in, and what happens to who is not; and the peers of a session."""
+
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+import warnings
+
+import pytest
+
+from wt_common import AgreementError, ConfigurationError, PeerLostError, PlanError, StaleSessionError
+from wt_common.errors import error_from_wire, error_to_wire
+from wt_common.session import (
+    FRAME_HEADER,
+    MAX_FRAME_BYTES,
+    MAX_UNAUTHENTICATED_FRAME_BYTES,
+    Abort,
+    Accepted,
+    Auth,
+    Challenge,
+    Committed,
+    Credit,
+    Ended,
+    Enter,
+    Failed,
+    Finishing,
+    Installed,
+    Leave,
+    Ready,
+    Refused,
+    StoreSet,
+    Welcome,
+    answer_challenge,
+    encode_message,
+    proof,
+)
+from wt_trainer import session as module
+from wt_trainer.session import Session, local_address_towards
+
+WAIT_S = 10
+LOGGER = "wt_trainer.session"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A session that gives strangers half a second."""
+    monkeypatch.setattr(module, "_HANDSHAKE_S", 0.5)
+
+
+def warnings_of(caplog):
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def lost(session, peer_key):
+    return session._peers[peer_key].lost is not None
+
+
+# --- strangers -------------------------------------------------------------------------------------------------
+
+
+def _wrong_secret(peer, session):
+    auth, _ = answer_challenge(peer.receive(Challenge), secret="0e" * 32, session=session.id)
+    peer.send(auth)
+
+
+def _reflected_challenge(peer, session):
+    """Answers with the listener's own nonce, and the proof that the listener would give."""
+    nonce = peer.receive(Challenge).nonce
+    peer.send(Auth(nonce=nonce, proof="00" * 32))
+
+
+def _replayed(peer, session):
+    """An honest proof, over the nonce of another connection."""
+    auth, _ = answer_challenge(
+        Challenge(session=session.id, nonce="12" * 16), secret=session.secret, session=session.id
+    )
+    peer.receive(Challenge)
+    peer.send(auth)
+
+
+def _proof_that_is_not_text(peer, session):
+    """What neither `hmac` nor an encoder takes."""
+    peer.receive(Challenge)
+    body = b'{"type":"auth","nonce":"\\ud800","proof":"\xc3\xa9"}'
+    peer.sock.sendall(FRAME_HEADER.pack(len(body)) + body)
+
+
+def _hello_first(peer, session):
+    peer.receive(Challenge)
+    peer.send(Accepted())
+
+
+def _no_hello(peer, session):
+    peer.authenticate(session.secret, session.id)
+    peer.send(Ready(round=0, knows_metadata=True))
+
+
+def _garbage(peer, session):
+    peer.sock.sendall(b"\x16\x03\x01" + os.urandom(200))
+
+
+def _http(peer, session):
+    peer.sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+
+
+def _huge(peer, session):
+    peer.sock.sendall(FRAME_HEADER.pack(MAX_UNAUTHENTICATED_FRAME_BYTES + 1))
+
+
+def _huge_after_authentication(peer, session):
+    peer.authenticate(session.secret, session.id)
+    peer.sock.sendall(FRAME_HEADER.pack(MAX_FRAME_BYTES + 1))
+
+
+def _unknown_message(peer, session):
+    peer.sock.sendall(FRAME_HEADER.pack(18) + b'{"type":"gravity"}')
+
+
+def _hang_up(peer, session):
+    peer.sock.shutdown(socket.SHUT_WR)
+
+
+STRANGERS = [
+    _wrong_secret,
+    _reflected_challenge,
+    _replayed,
+    _proof_that_is_not_text,
+    _hello_first,
+    _no_hello,
+    _garbage,
+    _http,
+    _huge,
+    _huge_after_authentication,
+    _unknown_message,
+    _hang_up,
+]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda stranger: stranger.__name__.strip("_"))
+def test_stranger_is_refused_at_once(session, dial, join, caplog, stranger):
+    """Who does not follow the handshake is closed at once, logged at WARNING with the port, and changes nothing."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    started = time.monotonic()
+    peer = dial(session)
+    stranger(peer, session)
+    assert peer.at_end()
+    assert time.monotonic() - started < module._HANDSHAKE_S, "the session waited for more"
+    (record,) = warnings_of(caplog)
+    assert f"refused a connection to the session's port {session.port}: " in record.getMessage()
+    assert (session.workers, session.followers, session.refusal) == ([], [], None)
+    join(session)
+    assert len(session.workers) == 1
+
+
+def _silent(peer, session):
+    pass
+
+
+def _half_a_header(peer, session):
+    peer.sock.sendall(b"\x00\x00")
+
+
+def _half_a_message(peer, session):
+    peer.sock.sendall(encode_message(Auth(nonce="12", proof="34"))[:-1])
+
+
+def _silent_after_authentication(peer, session):
+    peer.authenticate(session.secret, session.id)
+
+
+def _half_a_hello(peer, session):
+    peer.authenticate(session.secret, session.id)
+    peer.sock.sendall(FRAME_HEADER.pack(MAX_FRAME_BYTES) + b"{")
+
+
+SLOW = [_silent, _half_a_header, _half_a_message, _silent_after_authentication, _half_a_hello]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_slow_strangers_are_refused_when_their_time_is_over(session, dial, join, caplog):
+    """Who says nothing, or half a message, is closed when the handshake's time is over; meanwhile others are let in."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    started = time.monotonic()
+    peers = [dial(session) for _ in SLOW]
+    for peer, stranger in zip(peers, SLOW, strict=True):
+        stranger(peer, session)
+    join(session)
+    assert time.monotonic() - started < 0.5, "a peer had to wait for strangers"
+    assert all(peer.at_end() for peer in peers)
+    assert 0.5 <= time.monotonic() - started < 3
+    assert len(caplog.records) == len(SLOW)
+    assert len(warnings_of(caplog)) == 1
+    assert len(session.workers) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+def test_trickling_stranger_does_not_move_the_deadline(session, dial, in_thread):
+    """The handshake's time is for the whole of it: a byte now and then gains nothing."""
+    peer = dial(session)
+    stop = threading.Event()
+
+    def trickle():
+        for byte in encode_message(Auth(nonce="12" * 500, proof="34")):
+            if stop.wait(0.03):
+                return
+            try:
+                peer.sock.send(bytes([byte]))
+            except OSError:
+                return
+
+    trickling = in_thread(trickle)
+    started = time.monotonic()
+    assert peer.at_end()
+    assert time.monotonic() - started < 2
+    stop.set()
+    trickling.value()
+
+
+def test_strangers_are_logged_once_at_warning(session, dial, caplog):
+    """Many strangers at once are one WARNING; the rest is DEBUG, so that a scan of ports does not fill a log."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    peers = [dial(session) for _ in range(40)]
+    for peer in peers:
+        _garbage(peer, session)
+    assert all(peer.at_end() for peer in peers)
+    assert len(caplog.records) == 40
+    assert len(warnings_of(caplog)) == 1
+    assert {record.levelno for record in caplog.records} == {logging.WARNING, logging.DEBUG}
+
+
+@pytest.fixture
+def many_files():
+    """Room for a thousand connections in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2048 if hard == resource.RLIM_INFINITY else min(2048, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("impatient", "many_files")
+def test_thousand_silent_connections_do_not_keep_a_peer_out(session, dial, join):
+    """A thousand strangers occupy a bounded number of threads, for a bounded time: a peer that comes again is let in."""
+    strangers = [dial(session) for _ in range(1000)]
+    handshakes = sum(thread.name == f"wt-session-handshake {session.id}" for thread in threading.enumerate())
+    assert 0 < handshakes <= module._MAX_PENDING_HANDSHAKES
+    started = time.monotonic()
+    while not session.workers:
+        try:
+            join(session)
+        except EOFError:  # full; a worker comes again, too
+            assert time.monotonic() - started < 5, "the peer was kept out"
+            time.sleep(0.05)
+    assert all(stranger.at_end() for stranger in strangers)
+
+
+def test_closing_ends_the_handshakes_in_progress(dial, hello):
+    """Who is in the middle of its handshake when the session closes is not let in."""
+    session = Session("127.0.0.1")
+    peer = dial(session)
+    auth, _ = answer_challenge(peer.receive(Challenge), secret=session.secret, session=session.id)
+    session.close()
+    peer.send(auth)
+    with pytest.raises(EOFError):
+        peer.receive(Welcome) and peer.send(hello())
+        raise error_from_wire(peer.receive(Refused).error)
+    assert peer.at_end()
+    assert session.workers == []
+
+
+# --- peers -----------------------------------------------------------------------------------------------------
+
+
+def test_peer_is_let_in_and_listed(session, join):
+    """A peer that proved itself and said hello is listed with what it said, and the session has proved itself to it."""
+    join(session, engine="e1", rank=1, size=2, hostname="h", open=True, poisoned=True)
+    (peer,) = session.workers
+    assert str(peer) == "worker rank 1 of engine e1 (h)"
+    assert peer.key == ("worker", "e1", 1)
+    assert (peer.is_worker, peer.open, peer.poisoned, peer.lost) == (True, True, True, None)
+    assert session.followers == []
+
+
+def test_listener_proves_itself(session, dial):
+    """The session's proof is the listener's, over both nonces."""
+    peer = dial(session)
+    challenge = peer.receive(Challenge)
+    assert challenge.session == session.id
+    auth, expected = answer_challenge(challenge, secret=session.secret, session=session.id)
+    peer.send(auth)
+    assert peer.receive(Welcome).proof == expected
+    assert expected == proof(session.secret, "listener", session.id, challenge.nonce, auth.nonce)
+
+
+def test_session_secret_can_be_given(dial):
+    """A secret that all were given is the handshake's; without one each session has its own, of 256 bits."""
+    given = Session("127.0.0.1", secret="ab" * 32)
+    peer = dial(given)
+    peer.authenticate("ab" * 32, given.id)
+    given.close()
+    others = [Session("127.0.0.1") for _ in range(2)]
+    assert len({session.secret for session in others}) == len({session.id for session in others}) == 2
+    assert all(len(bytes.fromhex(session.secret)) == 32 for session in others)
+    for session in others:
+        session.close()
+
+
+def test_workers_are_numbered_by_engine_and_rank(session, join):
+    """Whatever the order in which they came, workers are ordered by engine, then by rank as a number."""
+    places = [("b", 10), ("b", 2), ("a", 0), ("b", 0)]
+    for engine, rank in places:
+        join(session, engine=engine, rank=rank, size=11)
+    assert [(peer.hello.engine, peer.hello.rank) for peer in session.workers] == [
+        ("a", 0),
+        ("b", 0),
+        ("b", 2),
+        ("b", 10),
+    ]
+
+
+def test_trainer_ranks_are_no_workers(session, join):
+    """Another trainer rank is a follower: it is listed apart, and sealing does not count it."""
+    for rank in (2, 1):
+        join(session, role="trainer", engine="", rank=rank, size=0, hostname="t")
+    join(session)
+    assert [str(peer) for peer in session.followers] == ["trainer rank 1 (t)", "trainer rank 2 (t)"]
+    assert [peer.is_worker for peer in session.followers] == [False, False]
+    session.seal(1)
+
+
+def refused(session, dial, hello):
+    """The error that a hello was refused with."""
+    peer = dial(session)
+    peer.authenticate(session.secret, session.id)
+    peer.send(hello)
+    error = error_from_wire(peer.receive(Refused).error)
+    assert peer.at_end()
+    return error
+
+
+def test_second_live_connection_of_a_rank_is_refused(session, join, dial, hello):
+    """Two live connections of one rank are an agreement error, told to the second and to the trainer; the first stays."""
+    first = join(session)
+    error = refused(session, dial, hello())
+    assert isinstance(error, AgreementError)
+    assert "two live connections say they are worker rank 0 of engine e0" in error.message
+    assert (error.side, error.phase, error.engine, error.rank) == ("trainer", "init", "e0", 0)
+    assert session.refusal.message == error.message
+    session.send(session.workers, Committed(round=1))
+    assert first.receive() == Committed(round=1)
+
+
+def test_rank_that_is_gone_can_come_again(session, join, until):
+    """A rank whose connection has ended may connect anew, and it is the new connection that counts."""
+    join(session).close()
+    until(lambda: lost(session, ("worker", "e0", 0)))
+    again = join(session)
+    assert session.refusal is None
+    (peer,) = session.workers
+    assert peer.lost is None
+    session.send([peer], Committed(round=1))
+    assert again.receive() == Committed(round=1)
+
+
+def test_rank_that_vanishes_in_its_hello_can_come_again(session, join, dial, hello, until):
+    """A peer that says hello and is gone before it is answered leaves no ghost that keeps its rank taken."""
+    for _ in range(20):
+        peer = dial(session)
+        peer.authenticate(session.secret, session.id)
+        peer.send(hello())
+        peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")  # close() resets
+        peer.close()
+        until(lambda: not any(t.name == f"wt-session-handshake {session.id}" for t in threading.enumerate()))
+        until(lambda: all(peer.lost for peer in session.workers), "the end of the vanished peer")
+    join(session)
+    assert session.refusal is None
+
+
+def test_other_schema_major_is_refused(session, dial, hello):
+    """A peer of another major is refused with both versions; a higher minor is taken."""
+    error = refused(session, dial, hello(schema=[2, 0]))
+    assert isinstance(error, AgreementError)
+    assert "this side speaks 1.0, the other 2.0" in error.message
+    assert session.refusal.message == error.message
+    assert session.workers == []
+
+
+def test_higher_minor_is_taken(session, join):
+    """A peer of a newer minor of this major is let in."""
+    join(session, schema=[1, 9])
+    assert len(session.workers) == 1
+
+
+def test_unknown_role_is_refused(session, dial, hello):
+    """A hello of neither a worker nor a trainer is refused with what it said."""
+    assert "got 'spectator'" in refused(session, dial, hello(role="spectator")).message
+
+
+def test_first_refusal_is_kept(session, dial, hello):
+    """Of several refusals the trainer hears the first."""
+    first = refused(session, dial, hello(schema=[2, 0]))
+    refused(session, dial, hello(role="spectator"))
+    assert session.refusal.message == first.message
+
+
+def test_refusal_wakes_who_waits_for_the_init(session, dial, hello, in_thread):
+    """The init call ends with a refusal at once, while the client's call is still on its way."""
+    go_on = threading.Event()
+
+    def init():
+        with session.running(0, WAIT_S) as round_:
+            round_.run("init", lambda: go_on.wait(WAIT_S)).join(unless=lambda: session.refusal)
+
+    waiting = in_thread(init)
+    refused(session, dial, hello(schema=[2, 0]))
+    with pytest.raises(AgreementError, match=r"other 2\.0"):
+        waiting.value()
+    go_on.set()
+
+
+# --- sealing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expected", [3, None])
+def test_whole_engines_are_sealed(session, join, expected):
+    """Engines of which every rank came are sealed, counted where the number is known."""
+    for engine, rank, size in (("a", 1, 2), ("a", 0, 2), ("b", 0, 1)):
+        join(session, engine=engine, rank=rank, size=size)
+    session.seal(expected)
+    assert "sealed, 3 peers" in repr(session)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected", "text"),
+    [
+        ([], None, "no worker connected"),
+        ([], 2, "expected 2 worker ranks, got 0. Connected: nobody"),
+        ([("a", 1, 3)], None, r"engine a has 3 ranks, of which \[0, 2\] did not connect"),
+        ([("a", 1, 3)], None, r"Connected: worker rank 1 of engine a \(host\)"),
+        ([("a", 0, 1), ("b", 0, 2)], 3, r"engine b has 2 ranks, of which \[1\] did not connect"),
+        ([("a", 0, 1), ("b", 0, 2)], 3, "expected 3 worker ranks, got 2"),
+        ([("a", 0, 1)], 2, "expected 2 worker ranks, got 1"),
+        ([("a", 0, 1), ("b", 0, 1)], 1, "expected 1 worker ranks, got 2"),
+        ([("a", 0, 1), ("a", 1, 2)], None, r"engine a.*size"),
+        ([("a", 0, 1), ("a", 5, 1)], None, r"engine a.*rank 5"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, list) else "",
+)
+def test_incomplete_list_says_who_came_and_who_is_missing(session, join, ranks, expected, text):
+    """A list that is not whole is an agreement error that says what is missing and who came."""
+    for engine, rank, size in ranks:
+        join(session, engine=engine, rank=rank, size=size)
+    with pytest.raises(AgreementError, match=text) as caught:
+        session.seal(expected)
+    assert (caught.value.side, caught.value.phase) == ("trainer", "init")
+
+
+def test_late_hello_is_refused(session, join, dial, hello):
+    """After the list is sealed no worker is added: it is told to wait for the trainer's next init."""
+    join(session)
+    session.seal(None)
+    error = refused(session, dial, hello(engine="late"))
+    assert isinstance(error, AgreementError)
+    assert "came after the list of workers was sealed" in error.message
+    assert len(session.workers) == 1
+
+
+def test_followers_are_waited_for(session, join, in_thread):
+    """The sender waits until the other trainer ranks are there, and names at its deadline those that are not."""
+    with session.running(0, WAIT_S) as round_:
+        waiting = in_thread(lambda: session.wait_followers(round_, 2))
+        for rank in (1, 2):
+            assert waiting.thread.is_alive()
+            join(session, role="trainer", engine="", rank=rank, size=3)
+        waiting.value()
+    with session.running(0, 0.1) as round_, pytest.raises(TimeoutError, match="trainer ranks 3, 4"):
+        session.wait_followers(round_, 4)
+
+
+# --- a round ---------------------------------------------------------------------------------------------------
+
+
+def test_posts_are_filed_under_their_peer(session, join):
+    """What each peer posts in the round in progress is collected by peer."""
+    peers = [join(session, rank=rank, size=2) for rank in range(2)]
+    with session.running(1, WAIT_S) as round_:
+        for rank, peer in enumerate(peers):
+            peer.send(Ready(round=1, knows_metadata=bool(rank)))
+        posts = round_.collect(Ready, session.workers)
+    assert [posts["worker", "e0", rank].knows_metadata for rank in range(2)] == [False, True]
+
+
+def test_credit_is_counted(session, join):
+    """A peer's newest credit is what the round knows."""
+    peer = join(session)
+    (worker,) = session.workers
+    with session.running(1, WAIT_S) as round_:
+        for limit in (2, 3):
+            peer.send(Credit(round=1, limit=limit))
+        round_.wait(lambda: round_.credits.get(worker.key) == 3, lambda: "credit")
+
+
+def test_failed_peer_fails_the_round(session, join):
+    """A peer that cannot go on fails the round with its own error, and who it is."""
+    peer = join(session, engine="e7", rank=0)
+    with session.running(1, WAIT_S) as round_:
+        peer.send(Failed(round=1, error=error_to_wire(PlanError("no room", param="w"))))
+        with pytest.raises(PlanError, match="no room") as caught:
+            round_.collect(Ready, session.workers)
+    error = caught.value
+    assert (error.side, error.engine, error.rank, error.param, error.round) == ("worker", "e7", 0, "w", 1)
+
+
+def test_end_of_file_fails_the_running_round(session, join):
+    """A peer that dies fails the round at once: the PeerLostError names engine and rank."""
+    join(session, engine="e7", rank=0, size=2)
+    dying = join(session, engine="e7", rank=1, size=2)
+    with session.running(1, WAIT_S) as round_:
+        started = time.monotonic()
+        dying.close()
+        with pytest.raises(PeerLostError, match=r"worker rank 1 of engine e7 \(host\) is gone") as caught:
+            round_.collect(Ready, session.workers)
+        assert time.monotonic() - started < 2
+    assert (caught.value.side, caught.value.engine, caught.value.rank) == ("worker", "e7", 1)
+
+
+def test_end_of_file_of_a_trainer_rank_fails_the_round(session, join):
+    """Another trainer rank that dies fails the round like a worker."""
+    join(session)
+    dying = join(session, role="trainer", engine="", rank=2, size=3)
+    with session.running(1, WAIT_S) as round_:
+        dying.close()
+        with pytest.raises(PeerLostError, match="trainer rank 2") as caught:
+            round_.collect(Ready, session.workers)
+    assert (caught.value.side, caught.value.rank) == ("trainer", 2)
+
+
+def test_garbage_of_a_peer_fails_the_round(session, join):
+    """A peer whose stream cannot be read any more is lost."""
+    peer = join(session)
+    with session.running(1, WAIT_S) as round_:
+        peer.sock.sendall(FRAME_HEADER.pack(2) + b"[]")
+        with pytest.raises(PeerLostError, match="unreadable"):
+            round_.collect(Ready, session.workers)
+    assert peer.at_end()
+
+
+def test_store_value_that_cannot_be_read_fails_the_round(session, join):
+    """A peer that publishes what is no base64 is lost at once, and not silently deaf."""
+    peer = join(session)
+    body = b'{"type":"store_set","epoch":1,"key":"k","value":"?"}'
+    with session.running(1, WAIT_S) as round_:
+        peer.sock.sendall(FRAME_HEADER.pack(len(body)) + body)
+        with pytest.raises(PeerLostError):
+            round_.collect(Ready, session.workers)
+
+
+def test_round_that_finds_a_peer_gone_has_failed(session, join, until):
+    """A peer that died between two rounds fails the next one before anything is done, with that round's number."""
+    join(session, rank=0).close()
+    until(lambda: lost(session, ("worker", "e0", 0)))
+    for number in (1, 2):
+        with session.running(number, WAIT_S) as round_, pytest.raises(PeerLostError) as caught:
+            round_.check()
+        assert caught.value.round == number
+
+
+def test_peer_that_leaves_says_why(session, join, until):
+    """A worker that a later init took away says so, and the next rounds raise that it is stale, each with its number."""
+    peer = join(session)
+    peer.send(Leave(error=error_to_wire(StaleSessionError("a later init replaced this session", side="worker"))))
+    assert peer.at_end()
+    until(lambda: lost(session, ("worker", "e0", 0)))
+    for number in (1, 2):
+        with session.running(number, WAIT_S) as round_, pytest.raises(StaleSessionError, match="later init") as caught:
+            round_.check()
+        assert (caught.value.round, caught.value.side) == (number, "worker")
+
+
+def test_peer_that_leaves_for_another_reason_is_lost(session, join):
+    """A worker that shuts down is a lost peer, and its reason is in the text."""
+    peer = join(session)
+    with session.running(1, WAIT_S) as round_:
+        peer.send(Leave(error=error_to_wire(PlanError("shut down"))))
+        with pytest.raises(PeerLostError, match="shut down"):
+            round_.collect(Ready, session.workers)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(round=4, knows_metadata=True),
+        Installed(round=4, num_bytes=0, seconds={}, not_synced=[]),
+        Finishing(round=4),
+    ],
+    ids=lambda message: message.type,
+)
+@pytest.mark.parametrize("current", [None, 5], ids=["no round", "another round"])
+def test_message_of_a_round_that_is_over_is_answered_with_an_abort(session, join, message, current):
+    """Who is in a round that is over is told so, with a stale-session error; the round in progress does not notice."""
+    peer = join(session)
+    if current is None:
+        peer.send(message)
+        answer = peer.receive(Abort)
+    else:
+        with session.running(current, WAIT_S) as round_:
+            peer.send(message)
+            answer = peer.receive(Abort)
+            round_.check()
+            assert type(message) not in round_.posts
+    assert answer.round == 4
+    error = error_from_wire(answer.error)
+    assert isinstance(error, StaleSessionError)
+    assert "round 4 is over" in error.message
+
+
+def test_last_words_of_a_round_that_is_over_need_no_answer(session, join):
+    """What a peer says when it waits for nothing is not answered, and fails no other round."""
+    peer = join(session)
+    with session.running(5, WAIT_S) as round_:
+        peer.send(Credit(round=4, limit=9))
+        peer.send(Failed(round=4, error=error_to_wire(PlanError("late"))))
+        peer.send(Ended(round=4, touched=True, open=True, poisoned=True))
+        peer.send(Finishing(round=4))
+        assert peer.receive(Abort).round == 4
+        round_.check()
+        assert round_.credits == {}
+
+
+def test_end_of_a_round_says_how_it_left_the_worker(session, join, until):
+    """Whenever it comes, a worker's last word says whether its update is open and its model poisoned."""
+    peer = join(session)
+    (worker,) = session.workers
+    peer.send(Ended(round=4, touched=True, open=True, poisoned=True))
+    until(lambda: (worker.open, worker.poisoned) == (True, True))
+    peer.send(Ended(round=5, touched=False, open=False, poisoned=False))
+    until(lambda: (worker.open, worker.poisoned) == (False, False))
+
+
+def test_rounds_end_with_their_bracket(session):
+    """Outside `running` no round is in progress, also after an error in it."""
+
+    def fail():
+        with session.running(1, WAIT_S):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert session.round is None
+
+
+def test_send_reaches_every_peer_and_loses_one_that_is_gone(session, join, until):
+    """A message goes to all peers, also behind one that is gone, which fails the round."""
+    peers = [join(session, rank=rank, size=3) for rank in range(3)]
+    with session.running(1, WAIT_S) as round_:
+        session.workers[1].connection.close()
+        session.send(session.workers, Enter(round=1, group=0))
+        with pytest.raises(PeerLostError, match="worker rank 1"):
+            round_.check()
+    assert peers[0].receive() == peers[2].receive() == Enter(round=1, group=0)
+
+
+def test_notify_is_not_held_up_by_a_peer_that_does_not_read(session, join):
+    """A last word to a frozen peer is dropped in bounded time, and the others get theirs."""
+    frozen, well = (join(session, rank=rank, size=2) for rank in range(2))
+    session.workers[0].connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    big = StoreSet(epoch=1, key="k" * (30 << 20), value="AAAA")
+    started = time.monotonic()
+    session.notify(session.workers[:1], big)
+    session.notify(session.workers, Committed(round=1))
+    assert time.monotonic() - started < 3
+    assert well.receive() == Committed(round=1)
+    frozen.close()
+
+
+# --- the rendezvous --------------------------------------------------------------------------------------------
+
+
+def test_key_of_one_peer_reaches_all_others(session, join, until):
+    """A rendezvous key goes to every other worker and trainer rank, not back to who set it, and can be read here."""
+    message = StoreSet(epoch=1, key="k", value="AAE=")
+    setter, other = (join(session, rank=rank, size=2) for rank in range(2))
+    follower = join(session, role="trainer", engine="", rank=1, size=0)
+    setter.send(message)
+    assert other.receive() == follower.receive() == message
+    assert session.store.get(1, "k", time.monotonic() + WAIT_S) == b"\x00\x01"
+    session.send(session.workers, Committed(round=1))
+    assert setter.receive() == Committed(round=1)
+
+
+def test_key_of_the_sender_reaches_all(session, join):
+    """A key that the sender sets goes to every peer."""
+    peers = [join(session, rank=rank, size=2) for rank in range(2)]
+    session.store.set(1, "k", b"\x00\x01")
+    assert [peer.receive() for peer in peers] == [StoreSet(epoch=1, key="k", value="AAE=")] * 2
+
+
+# --- opening and closing ---------------------------------------------------------------------------------------
+
+
+def test_close_ends_everything(join, dial):
+    """After `close`, which may be called again, peers see the end, nobody is let in, and no round can begin."""
+    session = Session("127.0.0.1")
+    peer = join(session)
+    assert "open, 1 peers" in repr(session)
+    session.close()
+    session.close()
+    assert peer.at_end()
+    assert "closed" in repr(session)
+    with pytest.raises(ConnectionRefusedError):
+        dial(session)
+    with pytest.raises(StaleSessionError, match="trainer_init again"):
+        session.running(1, WAIT_S).__enter__()
+
+
+def test_close_leaves_no_thread(join, until):
+    """Closing frees the accepting thread and every reader."""
+    session = Session("127.0.0.1")
+    peers = [join(session, rank=rank, size=2) for rank in range(2)]
+    mine = {thread for thread in threading.enumerate() if thread.name.startswith("wt-session")}
+    assert len(mine) >= 3
+    session.close()
+    assert all(peer.at_end() for peer in peers)
+    until(lambda: not any(thread.is_alive() for thread in mine), "the end of the threads")
+
+
+def test_close_in_a_round_does_not_blame_the_peers(session, join, until):
+    """When the sender itself closes, no peer is reported lost in the round."""
+    peer = join(session)
+    with session.running(1, WAIT_S) as round_:
+        session.close()
+        assert peer.at_end()
+        until(lambda: lost(session, ("worker", "e0", 0)))
+        assert round_.failure is None
+
+
+def test_port_can_be_chosen():
+    """A given port is listened on; one that is taken is a ConfigurationError that names address and port."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1 port {port}") as caught:
+            Session("127.0.0.1", port)
+        assert (caught.value.side, caught.value.phase) == ("trainer", "init")
+    session = Session("127.0.0.1", port)
+    assert (session.address, session.port) == ("127.0.0.1", port)
+    session.close()
+
+
+def test_address_of_another_host_is_refused():
+    """An address that is not this host's is a ConfigurationError that says what master_address must be."""
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1 port any .*master_address must be"):
+        Session("192.0.2.1")  # of the range that is reserved for documentation
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_session_over_ipv6():
+    """An IPv6 address is listened on and reached."""
+    try:
+        session = Session("::1")
+    except ConfigurationError as exc:
+        pytest.skip(f"no IPv6 loopback: {exc.message}")
+    with socket.create_connection(("::1", session.port), timeout=WAIT_S) as sock:
+        assert sock.recv(4)
+    session.close()
+
+
+def test_address_towards_a_host_is_ours():
+    """The address towards a host is the one that a connection to it would have; a host that is unknown is skipped."""
+    assert local_address_towards(["127.0.0.1"]) == "127.0.0.1"
+    assert local_address_towards(["no-such-host.invalid", "127.0.0.1"]) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("hosts", [[], ["no-such-host.invalid"]], ids=str)
+def test_address_without_a_known_host_can_be_listened_on(hosts):
+    """Without a host to reach, the address is still one of this host's."""
+    Session(local_address_towards(hosts)).close()
+
+
+# --- forks -----------------------------------------------------------------------------------------------------
+
+
+def test_forked_child_keeps_neither_connections_nor_the_port(join, until):
+    """A child forked while the session is open does not keep it alive: peers see the end, the port is free again."""
+    session = Session("127.0.0.1")
+    peer = join(session)
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # newer Pythons warn of forks beside threads: that is the case
+        child = os.fork()
+    if child == 0:
+        os.write(write_end, b"x")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(read_end, 1) == b"x"
+        session.close()
+        assert peer.at_end()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", session.port), timeout=WAIT_S)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child is gone, so this shows nothing"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read_end)
+        os.close(write_end)

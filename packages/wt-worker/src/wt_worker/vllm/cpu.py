@@ -1,0 +1,50 @@
+"""On vLLM's CPU platform layers compute with packed copies of their weights; these follow here.
+
+Both functions do nothing on other platforms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.platforms import current_platform
+
+from wt_worker.vllm.cover import tied_storages
+
+__all__ = ["forget_moe_kernels", "repack_tied_weights"]
+
+
+def forget_moe_kernels(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+    """Experts get a new kernel when they are processed; returned are the old ones, by layer.
+
+    From 0.28 on, vLLM takes an existing kernel for a sign that the experts' weights need not be
+    packed again, which is so on CUDA; on a CPU the weights would be used unpacked.
+    """
+    kernels: dict[torch.nn.Module, Any] = {}
+    if current_platform.is_cpu():
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+                kernels[layer] = method.moe_kernel
+                method.moe_kernel = None
+    return kernels
+
+
+def repack_tied_weights(model: torch.nn.Module) -> None:
+    """Every layer that multiplies by a tied weight does so by the live one.
+
+    Its packed copy is made when vLLM processes the layer, and a tied output head is not processed:
+    its weight arrives under the name of the embedding.
+    """
+    if not current_platform.is_cpu():
+        return
+    tied = tied_storages(model)
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if hasattr(layer, "cpu_linear") and isinstance(weight, torch.nn.Parameter) and weight.untyped_storage() in tied:
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
