@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # harness, models and cases are 
 
 import cases
 import models
-from harness import VLLMServer, WorkerHost
+from harness import Cast, VLLMServer, WorkerHost
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,3 +53,18 @@ def engine(case: cases.Case, checkpoint, tmp_path_factory: pytest.TempPathFactor
         with VLLMServer(checkpoint(case.model), directory) as server:
             server.wait_ready()
             yield server
+
+
+@pytest.fixture(scope="session")
+def _company(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
+    """All processes without vLLM, alive for the whole run."""
+    company = Cast(tmp_path_factory.mktemp("processes"))
+    yield company
+    company.close()
+
+
+@pytest.fixture
+def cast(_company: Cast) -> Iterator[Cast]:
+    """The processes of one test."""
+    yield _company
+    _company.release()

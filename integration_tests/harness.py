@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import requests
+
+P = TypeVar("P", bound="_HostProcess")
 
 HERE = Path(__file__).parent
 
@@ -173,6 +175,79 @@ class TrainerHost(_HostProcess):
     def __init__(self, directory: Path, **config: Any) -> None:
         command = [sys.executable, str(HERE / "trainer_host.py")]
         super().__init__(command, config, {**os.environ, "OMP_NUM_THREADS": "1"}, directory)
+
+
+class Cast:
+    """Processes for the tests: warm ones are given out again, each test gets them newly configured.
+
+    Starting one imports torch, which takes seconds on a small machine; and a process that has lived through other tests' failures
+    is the better test of what a failure leaves behind.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._idle: dict[type[_HostProcess], list[_HostProcess]] = {WorkerHost: [], TrainerHost: []}
+        self._used: list[_HostProcess] = []
+
+    def worker(self, parameters: dict[str, Any], **config: Any) -> WorkerHost:
+        """A bare worker rank with these parameters."""
+        worker = self._take(WorkerHost, lambda: WorkerHost("bare", self.directory))
+        name = f"engine-{worker.process.pid}"
+        worker.call("configure", config={"engine": name, "parameters": parameters, **config})
+        return worker
+
+    def engine(self, parameters: dict[str, Any], size: int, name: str = "e") -> list[WorkerHost]:
+        """All ranks of one engine."""
+        return [self.worker(parameters, engine=name, rank=rank, size=size) for rank in range(size)]
+
+    def trainer(self, workers: list[WorkerHost], rank: int = 0, num_ranks: int = 1, **config: Any) -> TrainerHost:
+        """One trainer rank, for these workers."""
+        return self._trainer(workers, rank, num_ranks, config)
+
+    def trainers(self, workers: list[WorkerHost], num_ranks: int, **config: Any) -> list[TrainerHost]:
+        """All ranks of one trainer, with a default group."""
+        config = {"group_port": free_port(), **config}
+        hosts = [self._take(TrainerHost, lambda: TrainerHost(self.directory)) for _ in range(num_ranks)]
+        results = together(
+            *(
+                lambda rank=rank: self._configure(hosts[rank], workers, rank, num_ranks, config)
+                for rank in range(num_ranks)
+            )
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return hosts
+
+    def release(self) -> None:
+        """The test is over: its processes are idle, those that it killed are gone."""
+        for process in self._used:
+            process.signal(signal.SIGCONT)
+            if process.process.poll() is None:
+                self._idle[type(process)].append(process)
+        self._used.clear()
+
+    def close(self) -> None:
+        """End all processes."""
+        together(*(process.close for processes in self._idle.values() for process in processes))
+
+    def _take(self, kind: type[P], make: Callable[[], P]) -> P:
+        process = self._idle[kind].pop() if self._idle[kind] else make()
+        self._used.append(process)
+        return process  # type: ignore[return-value]  # filed under its own type
+
+    def _trainer(self, workers: list[WorkerHost], rank: int, num_ranks: int, config: dict[str, Any]) -> TrainerHost:
+        host = self._take(TrainerHost, lambda: TrainerHost(self.directory))
+        self._configure(host, workers, rank, num_ranks, config)
+        return host
+
+    @staticmethod
+    def _configure(
+        host: TrainerHost, workers: list[WorkerHost], rank: int, num_ranks: int, config: dict[str, Any]
+    ) -> None:
+        ports = [worker.port for worker in workers]
+        base = {"layout": "plain", "rank": rank, "num_ranks": num_ranks, "workers": ports}
+        host.call("configure", config={**base, **config})
 
 
 def together(*calls: Callable[[], Any], timeout_s: float = 120) -> list[Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import HostError, TrainerHost, WorkerHost, free_port, together
+from harness import Cast, HostError, free_port, together
 
 EVERY_DTYPE = {
     f"layers.{index}.of_{dtype}": (dtype, shape)
@@ -19,46 +18,6 @@ EVERY_DTYPE = {
 }
 MANY = {f"layers.{index}.weight": ("float32", [64, 64]) for index in range(60)}
 """Enough parameters that a slow source is in the middle of a round for seconds."""
-
-
-class Cast:
-    """The processes of one test, ended with it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.processes: list[Any] = []
-
-    def worker(self, parameters: dict[str, Any], **config: Any) -> WorkerHost:
-        worker = WorkerHost("bare", self.directory, parameters=parameters, **config)
-        self.processes.append(worker)
-        return worker
-
-    def engine(self, parameters: dict[str, Any], size: int, name: str = "e") -> list[WorkerHost]:
-        """All ranks of one engine."""
-        return [self.worker(parameters, engine=name, rank=rank, size=size) for rank in range(size)]
-
-    def trainer(self, workers: list[WorkerHost], rank: int = 0, num_ranks: int = 1, **config: Any) -> TrainerHost:
-        config = {"layout": "plain", **config}
-        ports = [worker.port for worker in workers]
-        trainer = TrainerHost(self.directory, rank=rank, num_ranks=num_ranks, workers=ports, **config)
-        self.processes.append(trainer)
-        return trainer
-
-    def trainers(self, workers: list[WorkerHost], num_ranks: int, **config: Any) -> list[TrainerHost]:
-        """All ranks of one trainer, with a default group."""
-        port = free_port()
-        return [
-            self.trainer(workers, rank=rank, num_ranks=num_ranks, group_port=port, **config)
-            for rank in range(num_ranks)
-        ]
-
-
-@pytest.fixture
-def cast(tmp_path: Path) -> Iterator[Cast]:
-    """Makes processes, and ends them."""
-    cast = Cast(tmp_path)
-    yield cast
-    together(*(process.close for process in cast.processes))
 
 
 def raises(call: Callable[[], Any]) -> dict[str, Any]:
@@ -268,9 +227,7 @@ def test_worker_out_of_a_round(cast: Cast) -> None:
 def test_default_group_beside_a_trainer_of_one(cast: Cast) -> None:
     """A trainer of one rank that is some other rank of a default group says so with num_trainer_ranks=1, and works."""
     workers = cast.engine(MANY, 1)
-    port = free_port()
-    config = {"parameters": MANY, "group_port": port, "group_size": 2}
-    other, trainer = (cast.trainer(workers, rank=0, num_ranks=1, **{**config, "group_rank": rank}) for rank in range(2))
+    other, trainer = cast.trainers(workers, 2, parameters=MANY, alone=True)
     assert raises(lambda: trainer.call("init"))["type"] == "ConfigurationError"
     trainer.call("init", num_trainer_ranks=1)
     committed(trainer.call("send"))

@@ -1,6 +1,6 @@
-"""A trainer rank for tests, in a process of its own: python trainer_host.py '{"port_file": ..., "rank": 0, ...}'.
+"""A trainer rank for tests, in a process of its own: python trainer_host.py '{"port_file": ...}'.
 
-Runs in the trainer environment, without vLLM. Config: `rank`, `num_ranks`, `layout` (see `LAYOUTS`), `group_port` (of the default
+Runs in the trainer environment, without vLLM. What `configure` takes: `rank`, `num_ranks`, `layout` (see `LAYOUTS`), `group_port` (of the default
 group, if the layout has one), `workers` (ports of worker processes) or `base_urls` (of servers), `parameters` (name: [dtype, shape])
 or `model` (kind of `models.py`), `info` (options of the init info), `dtype` (of an HF model's parameters).
 """
@@ -106,17 +106,26 @@ class Trainer:
 
     def __init__(self, config: dict[str, Any]) -> None:
         torch.set_num_threads(1)
+        self.engine: Any = None
+
+    def configure(self, config: dict[str, Any]) -> None:
+        """Be another rank of another trainer; the one before is shut down."""
+        if self.engine is not None:
+            self.engine.shutdown()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         self.config = config
         self.rank, self.num_ranks = config["rank"], config["num_ranks"]
         if "group_port" in config:
             torch.distributed.init_process_group(
                 "gloo",
                 init_method=f"tcp://127.0.0.1:{config['group_port']}",
-                rank=config.get("group_rank", self.rank),
-                world_size=config.get("group_size", self.num_ranks),
+                rank=self.rank,
+                world_size=self.num_ranks,
             )
+        if config.get("alone"):
+            self.rank = 0  # a trainer of one rank, whatever the default group is there for
         self.source: WeightSource = LAYOUTS[config["layout"]](self)
-        self.engine: Any = None
 
     def client(self) -> Any:
         if "base_urls" in self.config:
@@ -126,6 +135,10 @@ class Trainer:
     def init(self, **options: Any) -> None:
         info = GlooTrainerInitInfo(rank=self.rank, **{"timeout_s": 30, **self.config.get("info", {}), **options})
         self.engine = WeightTransferTrainerFactory.trainer_init(info, client=self.client(), source=self.source)
+
+    def reach(self, workers: list[int]) -> None:
+        """The next init's client calls these workers."""
+        self.config["workers"] = workers
 
     def set_weights(self, seed: int) -> None:
         """The next round sends the weights of `seed`."""

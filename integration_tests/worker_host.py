@@ -25,18 +25,23 @@ class BareHost:
     def __init__(self, config: dict[str, Any]) -> None:
         import torch
 
+        torch.set_num_threads(1)
+        self.engine: Any = None
+
+    def configure(self, config: dict[str, Any]) -> None:
+        """Host a new engine, with `parameters` (name: [dtype, shape]) as its model; the one before is shut down."""
+        import torch
+
         from wt_worker import WeightTransferConfig, WeightTransferEngineFactory
 
-        torch.set_num_threads(1)
-        self.torch = torch
+        if self.engine is not None:
+            self.engine.shutdown()
         self.model = torch.nn.Module()
         for name, (dtype, shape) in config["parameters"].items():
             value = torch.zeros(shape, dtype=getattr(torch, dtype))
             _register(self.model, name, torch.nn.Parameter(value, requires_grad=False))
         parallel = SimpleNamespace(rank=config.get("rank", 0), world_size=config.get("size", 1), data_parallel_index=0)
-        vllm_config = SimpleNamespace(
-            parallel_config=parallel, model_config=None, instance_id=config.get("engine", f"bare{os.getpid()}")
-        )
+        vllm_config = SimpleNamespace(parallel_config=parallel, model_config=None, instance_id=config["engine"])
         self.engine = WeightTransferEngineFactory.create_engine(
             WeightTransferConfig(backend=config.get("backend", "gloo")), vllm_config, torch.device("cpu"), self.model
         )
@@ -71,6 +76,23 @@ class BareHost:
 
     def weight_version(self) -> str:
         return self.version
+
+    def break_next(self, moment: str) -> None:
+        """The engine's next step of this kind raises, once: on the update's arrival, in the installer, or in finish."""
+        target, name = {
+            "update": (self.engine, "_agree_on_metadata"),
+            "installing": (self.engine, "_receive"),
+            "finish": (self.engine, "_await_verdict"),
+        }[moment]
+        original = getattr(target, name)
+
+        def broken(*args: Any) -> Any:
+            delattr(target, name)
+            if moment == "installing":
+                original(*args)
+            raise OSError("broken on purpose")
+
+        setattr(target, name, broken)
 
     def shutdown_weight_transfer_engine(self) -> None:
         self.engine.shutdown()

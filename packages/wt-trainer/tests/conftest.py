@@ -73,11 +73,22 @@ def hello():
 
 
 @pytest.fixture
-def session():
+def open_session():
+    """Opens sessions on this host; they close with the test."""
+    with ExitStack() as stack:
+
+        def make(port=None, **options):
+            session = Session("127.0.0.1", port, **options)
+            stack.callback(session.close)
+            return session
+
+        yield make
+
+
+@pytest.fixture
+def session(open_session):
     """An open session on this host."""
-    session = Session("127.0.0.1")
-    yield session
-    session.close()
+    return open_session()
 
 
 @pytest.fixture

@@ -66,7 +66,10 @@ def listener():
 @pytest.fixture
 def pair(listener):
     """A connection and the plain blocking socket at its other end."""
-    ours = socket.create_connection(listener.getsockname())
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # so that a message of 1 MiB fits no buffer
+    ours = socket.socket()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    ours.connect(listener.getsockname())
     theirs, _ = listener.accept()
     theirs.settimeout(WAIT_S)
     connection = Connection(ours)
@@ -92,9 +95,9 @@ def test_message_larger_than_every_buffer_arrives(pair, in_thread):
     """A message that does not fit the kernel's buffers is sent in parts, as the other end reads."""
     connection, theirs = pair
     reading = in_thread(lambda: read_all(theirs))
-    connection.send(big(20 << 20))
+    connection.send(big(4 << 20))
     connection.close()
-    assert reading.value() == [big(20 << 20)]
+    assert reading.value() == [big(4 << 20)]
 
 
 def test_threads_do_not_mix_their_messages(pair, in_thread):
@@ -188,14 +191,14 @@ def seconds_of(error, call):
 def test_silent_peer_costs_the_deadline(pair):
     """A receive from a peer that says nothing ends at its deadline."""
     connection, _ = pair
-    assert 0.1 <= seconds_of(RoundTimeoutError, lambda: connection.receive(time.monotonic() + 0.1)) < 2
+    assert 0.1 <= seconds_of(RoundTimeoutError, lambda: connection.receive(time.monotonic() + 0.1)) < 5
 
 
 def test_half_a_message_costs_the_deadline(pair):
     """A receive of a message that is begun and not ended ends at its deadline."""
     connection, theirs = pair
     theirs.sendall(encode_message(Accepted())[:-1])
-    assert 0.1 <= seconds_of(RoundTimeoutError, lambda: connection.receive(time.monotonic() + 0.1)) < 2
+    assert 0.1 <= seconds_of(RoundTimeoutError, lambda: connection.receive(time.monotonic() + 0.1)) < 5
 
 
 def test_trickled_message_does_not_move_the_deadline(pair, in_thread):
@@ -210,7 +213,7 @@ def test_trickled_message_does_not_move_the_deadline(pair, in_thread):
             theirs.sendall(bytes([byte]))
 
     trickling = in_thread(trickle)
-    assert 0.2 <= seconds_of(RoundTimeoutError, lambda: connection.receive(time.monotonic() + 0.2)) < 2
+    assert 0.2 <= seconds_of(RoundTimeoutError, lambda: connection.receive(time.monotonic() + 0.2)) < 5
     stop.set()
     trickling.value()
 
@@ -226,8 +229,8 @@ def test_message_that_is_there_needs_no_time(pair):
 def test_peer_that_does_not_read_costs_the_timeout(pair):
     """A send that the peer does not take ends at its timeout and closes the connection: half a message is out."""
     connection, theirs = pair
-    seconds = seconds_of(RoundTimeoutError, lambda: connection.send(big(30 << 20), timeout_s=0.2))
-    assert 0.2 <= seconds < 2
+    seconds = seconds_of(RoundTimeoutError, lambda: connection.send(big(1 << 20), timeout_s=0.2))
+    assert 0.2 <= seconds < 5
     with pytest.raises(AssertionError, match="in the middle of a message"):
         read_all(theirs)
     with pytest.raises(PeerLostError):
@@ -237,9 +240,9 @@ def test_peer_that_does_not_read_costs_the_timeout(pair):
 def test_short_send_does_not_wait_for_a_long_one(pair, in_thread):
     """A last word to a peer that is not reading has its own timeout, also while another thread is blocked in a send."""
     connection, _ = pair
-    blocked = in_thread(lambda: connection.send(big(30 << 20), timeout_s=WAIT_S))
+    blocked = in_thread(lambda: connection.send(big(1 << 20), timeout_s=WAIT_S))
     assert _filled(connection._sock)
-    assert seconds_of(RoundTimeoutError, lambda: connection.send(Accepted(), timeout_s=0.2)) < 2
+    assert seconds_of(RoundTimeoutError, lambda: connection.send(Accepted(), timeout_s=0.2)) < 5
     connection.close()
     with pytest.raises(PeerLostError):
         blocked.value()
@@ -298,7 +301,7 @@ def test_close_frees_a_blocked_receive(pair, in_thread):
 def test_close_frees_a_blocked_send(pair, in_thread):
     """A thread whose message is not taken is freed by `close`, with a PeerLostError."""
     connection, _ = pair
-    sending = in_thread(lambda: connection.send(big(30 << 20), timeout_s=WAIT_S))
+    sending = in_thread(lambda: connection.send(big(1 << 20), timeout_s=WAIT_S))
     assert _filled(connection._sock)
     connection.close()
     with pytest.raises(PeerLostError):
@@ -379,7 +382,7 @@ def test_reader_waits_for_an_idle_peer_and_not_for_half_a_message(pair, monkeypa
     theirs.sendall(encode_message(Accepted())[:-1])
     started = time.monotonic()
     assert reader.over.wait(WAIT_S)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     assert isinstance(reader.lost[0], RoundTimeoutError)
     assert reader.messages == []
 
@@ -552,7 +555,7 @@ def test_connect_names_an_address_where_nobody_listens(hello):
         started = time.monotonic()
         with pytest.raises(PeerLostError, match=f"127.0.0.1:{port}.*master_address") as caught:
             connect("127.0.0.1", port, secret=SECRET, session=SESSION, hello=hello(), timeout_s=0.3)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     assert (caught.value.side, caught.value.phase) == ("worker", "init")
 
 
@@ -561,4 +564,4 @@ def test_connect_does_not_wait_for_ever_for_a_silent_listener(listener, hello):
     started = time.monotonic()
     with pytest.raises(PeerLostError, match="cannot connect"):
         connect(*listener.getsockname(), secret=SECRET, session=SESSION, hello=hello(), timeout_s=0.3)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5

@@ -49,10 +49,11 @@ def never():
 # --- time ------------------------------------------------------------------------------------------------------
 
 
-def test_round_counts_from_its_making(round_):
-    """Elapsed and remaining seconds add up to the timeout, and no outcome is decided."""
-    assert round_.elapsed_s + round_.remaining_s == pytest.approx(10, abs=0.1)
-    assert round_.deadline == pytest.approx(time.monotonic() + 10, abs=0.5)
+def test_round_counts_from_its_making(clock):
+    """Elapsed and remaining seconds add up to the timeout; at first nothing has failed and no outcome is decided."""
+    round_ = Round(3, 10, threading.Condition())
+    clock.now += 4
+    assert (round_.elapsed_s, round_.remaining_s, round_.deadline) == (4, 6, 110)
     assert (round_.number, round_.phase, round_.outcome, round_.failure) == (3, "init", None, None)
 
 
@@ -157,7 +158,7 @@ def test_wait_names_what_is_missing_at_the_deadline(short):
     started = time.monotonic()
     with pytest.raises(RoundTimeoutError, match=r"within 0\.1 s; still waiting for the last word") as caught:
         short.wait(never, lambda: "the last word")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.round == 3
     assert caught.value.elapsed_s >= 0.1
@@ -244,6 +245,54 @@ def test_failed_call_fails_the_round_at_once(round_):
     assert (error.side, error.round) == ("trainer", 3)
 
 
+def test_failed_call_gives_way_to_the_failed_peers_own_words(round_):
+    """A worker that fails says why on its connection, while its call says so too, perhaps sooner: its words count."""
+    failing = threading.Event()
+
+    def work():
+        failing.set()
+        raise TransportError("500 on POST /update_weights")
+
+    call = round_.run("update_weights", work)
+    assert failing.wait(10)
+    round_.fail(PlanError("no room", param="w"))
+    with pytest.raises(PlanError, match="no room"):
+        call.join()
+
+
+def test_call_that_may_fail_fails_nothing(round_):
+    """The failure of a call that is made on the chance does not fail the round; `join` returns."""
+
+    def work():
+        raise KeyError
+
+    call = round_.run("finish_weight_update", work, may_fail=True)
+    call.join()
+    round_.check()
+
+
+def test_failed_round_makes_no_call(round_):
+    """In a round that has failed, or whose time is over, no further call is begun."""
+    calls = []
+    round_.fail(PlanError("no room"))
+    with pytest.raises(PlanError):
+        round_.run("start_weight_update", lambda: calls.append(1))
+    with pytest.raises(RoundTimeoutError, match="the call start_weight_update"):
+        Round(1, 0, threading.Condition()).run("start_weight_update", lambda: calls.append(1))
+    assert calls == []
+
+
+def test_failed_round_begins_no_parameter(round_):
+    """The round knows how far its source was run; once it has failed, no further parameter is taken."""
+    assert round_.begun == -1
+    round_.begin_parameter(0)
+    round_.begin_parameter(4)
+    round_.fail(PlanError("no room"))
+    with pytest.raises(PlanError):
+        round_.begin_parameter(5)
+    assert round_.begun == 4
+
+
 @pytest.mark.parametrize("error", [KeyError("w"), SystemExit(2)], ids=repr)
 def test_foreign_error_of_a_call_is_chained(round_, error):
     """What a user's client raises, even an exit, is a TransportError that names the call and has it as its cause."""
@@ -264,7 +313,7 @@ def test_call_that_hangs_is_named_and_never_joined(short):
     started = time.monotonic()
     with pytest.raises(RoundTimeoutError, match="still waiting for the reply to finish_weight_update"):
         call.join()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     assert not call.done
     go_on.set()
     call._thread.join(10)

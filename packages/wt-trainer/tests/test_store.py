@@ -75,7 +75,7 @@ def test_get_names_the_key_at_its_deadline(store):
     started = time.monotonic()
     with pytest.raises(RoundTimeoutError, match="nobody published 'k' of communicator 1 in time"):
         store.get(1, "k", started + 0.1)
-    assert 0.1 <= time.monotonic() - started < 2
+    assert 0.1 <= time.monotonic() - started < 5
 
 
 def test_get_after_its_deadline_returns_what_is_there(store):
@@ -85,7 +85,7 @@ def test_get_after_its_deadline_returns_what_is_there(store):
     started = time.monotonic()
     with pytest.raises(RoundTimeoutError):
         store.get(1, "none", started - 1)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
 
 
 def test_has_does_not_wait(store):

@@ -51,6 +51,7 @@ __all__ = [
     "Leave",
     "Message",
     "Metadata",
+    "Position",
     "Ready",
     "Refused",
     "RoundOutcome",
@@ -308,12 +309,26 @@ class Committed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOutcome(Message):
-    """L, to the other trainer ranks: the round is over for everybody. `report` when committed, else `error`."""
+    """L, to the other trainer ranks: the round is over for everybody. `report` when committed, else `error`.
+
+    `run_to` is the last parameter (its place in the metadata) that any rank has begun to take from its source: every rank takes its
+    own up to it, unsent, so that no rank is left alone in a collective of the source. -1 asks for nothing.
+    """
 
     type = "round_outcome"
     round: int
     report: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
+    run_to: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position(Message):
+    """C, another trainer rank, to an abort: the last parameter that it has begun to take; it takes no further one by itself."""
+
+    type = "position"
+    round: int
+    index: int
 
 
 # --- 4. failure ------------------------------------------------------------------------------------------------
@@ -331,16 +346,11 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort(Message):
-    """L: `round` is over, because of `error`.
-
-    `drain` asks other trainer ranks to run their source's iterator to its end, unsent: every rank's next collective then meets the
-    others'. It is False where a rank's iterator has stopped already.
-    """
+    """L: `round` is over, because of `error`. A worker answers with `Ended`, another trainer rank with `Position`."""
 
     type = "abort"
     round: int
     error: dict[str, Any]
-    drain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +407,7 @@ _MESSAGES: dict[str, type[Message]] = {
         Installed,
         Leave,
         Metadata,
+        Position,
         Ready,
         Refused,
         RoundOutcome,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
 from wt_common.errors import error_from_wire
-from wt_common.session import Abort, Enter, Message, RoundOutcome, StoreSet
+from wt_common.session import Abort, Enter, Message, Position, RoundOutcome, StoreSet
 from wt_trainer.connection import Connection
 from wt_trainer.round import Round
 from wt_trainer.store import RendezvousStore
@@ -105,14 +105,14 @@ class FollowerSession:
                 self._file(self.round, message)
                 self.changed.notify_all()
 
-    @staticmethod
-    def _file(round_: Round, message: Message) -> None:
+    def _file(self, round_: Round, message: Message) -> None:
         """Take a message of `round_`; one of another round is too late to matter."""
         if getattr(message, "round", None) != round_.number:
             return
         if isinstance(message, Abort):
-            round_.drain = message.drain
             round_.fail(error_from_wire(message.error))
+            with suppress(WeightTransferError):  # the reader thread fails the round
+                self.send(Position(round=round_.number, index=round_.begun))
         elif isinstance(message, Enter):
             round_.num_entered = message.group + 1
         round_.posts.setdefault(type(message), {})[_SENDER] = message

@@ -61,9 +61,13 @@ class SessionFields:
                     side="trainer",
                 )
             try:
-                bytes.fromhex(self.session_secret)
-            except ValueError as exc:
-                raise ConfigurationError("session_secret: expected hex digits, such as secrets.token_hex(32)") from exc
+                key = bytes.fromhex(self.session_secret)
+            except ValueError:
+                key = b""
+            if not key:
+                raise ConfigurationError(
+                    "session_secret: expected hex digits, such as secrets.token_hex(32)", side="trainer"
+                )
 
 
 @dataclass

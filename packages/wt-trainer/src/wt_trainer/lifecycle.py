@@ -28,7 +28,18 @@ from wt_common import (
     WeightTransferError,
 )
 from wt_common.errors import error_from_wire, error_to_wire
-from wt_common.session import Abort, Committed, Ended, Failed, Finishing, Hello, Installed, Ready, RoundOutcome
+from wt_common.session import (
+    Abort,
+    Committed,
+    Ended,
+    Failed,
+    Finishing,
+    Hello,
+    Installed,
+    Position,
+    Ready,
+    RoundOutcome,
+)
 from wt_trainer.client.protocol import ServingControl, VLLMWeightSyncClient
 from wt_trainer.connection import connect
 from wt_trainer.engine import TrainerInitInfo, TrainerWeightTransferEngine
@@ -240,9 +251,10 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                     elapsed_s=round_.elapsed_s,
                     outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
                 )
-                session.notify(session.followers, RoundOutcome(round=round_.number, error=error_to_wire(error)))
-                if round_.drain and session.followers:
-                    self._drain_source(round_)
+                run_to = _last_begun(session, round_)
+                outcome = RoundOutcome(round=round_.number, error=error_to_wire(error), run_to=run_to)
+                session.notify(session.followers, outcome)
+                self._run_source_to(run_to)
                 if error is exc or not isinstance(exc, Exception):
                     raise
                 raise error from exc
@@ -260,19 +272,18 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 self._end_transfer(failed=False)
             except BaseException as exc:
                 error = _as_ours(exc).fill(side=Side.TRAINER, rank=self.rank)
-                ours = round_.failure is None  # else the sender knows, or is gone
+                ours = round_.failure is None or round_.failure is not error  # else the sender knows, or is gone
+                stopped = round_.failure is None and (isinstance(error, PlanError) or error is not exc)
                 round_.fail(error)
                 self._end_transfer(failed=True)
                 if ours:
-                    stopped = isinstance(error, PlanError) or error is not exc
                     session.send(Failed(round=round_.number, error=error_to_wire(error), stopped=stopped))
-                elif round_.drain:
-                    self._drain_source(round_)
                 if not isinstance(exc, Exception):
                     raise
             outcome = session.outcome(round_)
         if outcome.error is not None:
             self._end_transfer(failed=True)
+            self._run_source_to(outcome.run_to)
             raise error_from_wire(outcome.error)
         return TransferReport.from_dict(outcome.report or {})
 
@@ -303,7 +314,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         except BaseException as exc:
             error = _as_ours(exc)
             if round_.failure is None and (isinstance(error, PlanError) or error is not exc):
-                round_.drain = False  # our own source stopped: the other ranks' collectives would wait for it
+                round_.stopped = True  # our own source: the other ranks' collectives would wait for it in vain
             self._settle(session, round_, error)
             if error is exc or not isinstance(exc, Exception):
                 raise
@@ -366,13 +377,18 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """Tell every peer that the round is over, and find out how that left the workers."""
         round_.fail(error)
         self._end_transfer(failed=True)
+        if round_.outcome is Outcome.COMMITTED:
+            return  # the verdict is final: a worker that has not read it yet must not find an abort behind it
         workers = session.workers
-        abort = Abort(round=round_.number, error=error_to_wire(error), drain=round_.drain)
-        session.notify([*workers, *session.followers], abort)
+        session.notify([*workers, *session.followers], Abort(round=round_.number, error=error_to_wire(error)))
         ended = round_.posts.setdefault(Ended, {})
+        positions = round_.posts.setdefault(Position, {})
         with round_.changed:
             round_.changed.wait_for(
-                lambda: all(peer.key in ended or peer.lost for peer in workers),
+                lambda: (
+                    all(peer.key in ended or peer.lost for peer in workers)
+                    and all(peer.key in positions or peer.lost for peer in session.followers)
+                ),
                 min(_ENDED_GRACE_S, round_.remaining_s + _ENDED_GRACE_S / 2),
             )
             if round_.outcome is None:
@@ -417,8 +433,8 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
     def _assist(self, session: FollowerSession, round_: Round) -> None:
         """On every other rank: run the source in step with the sender, and send what this rank is the root of."""
 
-    def _drain_source(self, round_: Round) -> None:
-        """Run the source's iterator to its end, unsent, so that no rank's collective waits for this one's. See `Abort.drain`."""
+    def _run_source_to(self, index: int) -> None:
+        """Take the source's parameters up to place `index` of the metadata, unsent; see `RoundOutcome.run_to`."""
 
     def _end_transfer(self, *, failed: bool) -> None:
         """Called after every round, and at shutdown; `failed` says that nothing half-used may be used again."""
@@ -435,6 +451,15 @@ def _as_ours(exc: BaseException) -> WeightTransferError:
     if isinstance(exc, WeightTransferError):
         return exc
     return TransportError(f"the trainer failed in the round ({type(exc).__name__}: {exc})", side=Side.TRAINER)
+
+
+def _last_begun(session: Session, round_: Round) -> int:
+    """How far every trainer rank must run its source after a failed round, so that no collective lacks a rank; -1 if it cannot."""
+    followers = session.followers
+    positions = [round_.posts.get(Position, {}).get(peer.key) for peer in followers]
+    if not followers or round_.stopped or None in positions:
+        return -1
+    return max(round_.begun, *(position.index for position in positions if isinstance(position, Position)))
 
 
 def _error_phase(phase: str) -> str | None:

@@ -8,7 +8,9 @@ the last one of an engine raises (see the worker's lifecycle), so after a failed
 * failed in finish: the last rank is open, the others closed. `start` opens those (the last rank's refusal is expected), then
   `finish` closes all.
 
-In both, the last rank alone raises, so that the executor's replies stay in step. A call that the other ranks refuse would shift
+* failed between the two: all are open, and the last rank fails one more `finish`, which leaves the second case.
+
+In all, the last rank alone raises, so that the executor's replies stay in step. A call that the other ranks refuse would shift
 them for good; it is never made.
 """
 
@@ -22,6 +24,8 @@ from wt_trainer.session import Session
 
 __all__ = ["close_left_open"]
 
+_MAX_REPAIRS = 2  # a rank that was between update and finish when the round failed fails one more finish
+
 
 def close_left_open(session: Session, round_: Round, client: VLLMWeightSyncClient) -> None:
     """No worker rank has an update open.
@@ -30,14 +34,16 @@ def close_left_open(session: Session, round_: Round, client: VLLMWeightSyncClien
         AgreementError: an engine of several ranks cannot be repaired together with the other engines behind the client, or did
             not follow; the text names it. It must be restarted.
     """
-    calls = _repair_calls(_open_flags(session, round_))
-    for name in calls:
-        call = getattr(client, name)
-        round_.run(name, call, may_fail=True).join()
-    if calls:
-        still_open = {engine: flags for engine, flags in _open_flags(session, round_).items() if any(flags)}
-        if still_open:
-            raise _restart_error(list(still_open), "an update of an earlier round could not be closed")
+    for _ in range(_MAX_REPAIRS):
+        flags = _open_flags(session, round_)
+        calls = _repair_calls(flags)
+        if not calls:
+            return
+        for name in calls:
+            round_.run(name, getattr(client, name), may_fail=True).join()
+    still_open = [engine for engine, ranks in _open_flags(session, round_).items() if any(ranks)]
+    if still_open:
+        raise _restart_error(still_open, "an update of an earlier round could not be closed")
 
 
 def _open_flags(session: Session, round_: Round) -> dict[str, list[bool]]:

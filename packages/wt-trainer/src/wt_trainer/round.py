@@ -18,6 +18,8 @@ __all__ = ["Call", "Round"]
 
 M = TypeVar("M", bound=Message)
 
+_FIRST_HAND_S = 0.2  # a call's or a collective's failure waits this long for the failed peer's words on the session
+
 
 class Round:
     """Everything that may end a wait of the sender meets here: a post, a failure, the end of a call, the deadline.
@@ -41,7 +43,10 @@ class Round:
         self.seconds: dict[str, float] = {}
         self.outcome: Outcome | None = None
         self.num_entered = 0  # groups whose collective has begun, so that a worker may have their bytes
-        self.drain = True  # whether, after a failure, every trainer rank can still run its source's iterator to the end
+        self.begun = -1  # place in the metadata of the last parameter that this rank began to take from its source
+        self.stopped = (
+            False  # whether a trainer rank's source has stopped, or the rank is gone: others cannot wait for it
+        )
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -70,6 +75,12 @@ class Round:
                 self.failure = error.fill(round=self.number, elapsed_s=self.elapsed_s)
             self.changed.notify_all()
 
+    def fail_second_hand(self, error: WeightTransferError) -> None:
+        """Fail the round with what was noticed of somebody else's failure, unless that one's own words come at once."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure is not None, _FIRST_HAND_S)
+            self.fail(error)
+
     def check(self, missing: Callable[[], str] = lambda: "the next step") -> None:
         """Raise if the round has failed or its deadline has passed; `missing()` says what took the time."""
         self.wait(lambda: self.remaining_s > 0, missing)
@@ -90,6 +101,13 @@ class Round:
                 if self.remaining_s == 0:
                     raise self.timeout_error(missing)
                 self.changed.wait(self.remaining_s)
+
+    def begin_parameter(self, index: int) -> None:
+        """Parameter `index` is being taken from the source, unless the round has failed: then none is, by itself."""
+        with self.changed:
+            if self.failure is not None:
+                raise self.failure
+            self.begun = index
 
     def collect(self, kind: type[M], peers: Iterable[Peer]) -> dict[tuple[str, str, int], M]:
         """The `kind` post of each of `peers`, once all are there. Raises as `wait` does."""
@@ -141,7 +159,7 @@ class Call:
             call()
         except BaseException as exc:
             if not self._may_fail:
-                self._round.fail(self._as_ours(exc).fill(side=Side.TRAINER))
+                self._round.fail_second_hand(self._as_ours(exc).fill(side=Side.TRAINER))
         finally:
             with self._round.changed:
                 self.done = True

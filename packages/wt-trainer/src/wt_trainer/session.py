@@ -26,6 +26,7 @@ from wt_common.session import (
     Hello,
     Leave,
     Message,
+    Position,
     Refused,
     State,
     StoreSet,
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 2.0  # for a stranger to prove itself; a peer of ours needs one round trip
 _MAX_PENDING_HANDSHAKES = 64  # threads that strangers may occupy at once; a peer that finds them full tries again
+_ACCEPT_RETRY_S = 0.1  # for files to be closed meanwhile
 _NOTIFY_S = 0.5  # for a message to a peer that may be frozen, where the round has failed already
 
 
@@ -164,16 +166,23 @@ class Session:
             engines.setdefault(peer.hello.engine, []).append(peer)
         problems = []
         for engine, ranks in engines.items():
-            missing = sorted(set(range(ranks[0].hello.size)) - {peer.hello.rank for peer in ranks})
+            sizes = sorted({peer.hello.size for peer in ranks})
+            came = {peer.hello.rank for peer in ranks}
+            missing = sorted(set(range(sizes[-1])) - came)
             if missing:
-                problems.append(f"engine {engine} has {ranks[0].hello.size} ranks, of which {missing} did not connect")
+                problems.append(f"engine {engine} has {sizes[-1]} ranks, of which {missing} did not connect")
+            if len(sizes) > 1 or came - set(range(sizes[-1])):
+                problems.append(
+                    f"engine {engine}: expected ranks of one size, got ranks {sorted(came)} and sizes {sizes}"
+                )
         if not workers:
             problems.append("no worker connected; does the server run with the wt-worker plugin and backend wt_<name>?")
         if expected_workers is not None and len(workers) != expected_workers:
             problems.append(f"expected {expected_workers} worker ranks, got {len(workers)}")
         if problems:
-            came = ", ".join(map(str, workers)) or "nobody"
-            raise AgreementError(f"session: {'; '.join(problems)}. Connected: {came}", side=Side.TRAINER, phase="init")
+            connected = ", ".join(map(str, workers)) or "nobody"
+            text = f"session: {'; '.join(problems)}. Connected: {connected}"
+            raise AgreementError(text, side=Side.TRAINER, phase="init")
 
     # --- talking -------------------------------------------------------------------------------------------
 
@@ -229,8 +238,12 @@ class Session:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as exc:
+                if self._closed:
+                    return
+                self._log_stranger(exc)  # whoever came is gone already, or this process has too many open files
+                time.sleep(_ACCEPT_RETRY_S)
+                continue
             if not self._pending.acquire(blocking=False):
                 sock.close()
                 continue
@@ -275,6 +288,7 @@ class Session:
             check_schema(hello.schema)
             with self.changed:
                 self._check_new(peer)
+                connection.send(Accepted())  # before anybody else finds the peer and sends to it; too short to block
                 self._peers[peer.key] = peer
         except AgreementError as exc:
             exc.fill(side=Side.TRAINER, phase="init", engine=hello.engine or None, rank=hello.rank)
@@ -284,7 +298,6 @@ class Session:
             self.notify([peer], Refused(error=error_to_wire(exc)))
             connection.close()
             return
-        connection.send(Accepted())
         connection.start_reader(
             lambda message: self._on_message(peer, message),
             lambda exc: self._on_lost(peer, exc),
@@ -294,6 +307,8 @@ class Session:
             self.changed.notify_all()
 
     def _check_new(self, peer: Peer) -> None:
+        if self._closed:
+            raise AgreementError("session: the trainer has closed it")
         if peer.hello.role not in list(Side):
             raise AgreementError(f"session: expected role 'worker' or 'trainer', got {peer.hello.role!r}")
         if self._sealed and peer.is_worker:
@@ -315,7 +330,7 @@ class Session:
             current = self.round
             if current is not None and number == current.number:
                 if isinstance(message, Failed):
-                    current.drain = current.drain and not message.stopped
+                    current.stopped = current.stopped or message.stopped
                     error = error_from_wire(message.error)
                     current.fail(
                         error.fill(side=peer.hello.role, engine=peer.hello.engine or None, rank=peer.hello.rank)
@@ -326,7 +341,7 @@ class Session:
                 self.changed.notify_all()
                 return
         if not isinstance(
-            message, (Ended, Failed, Credit, State)
+            message, (Ended, Failed, Credit, Position, State)
         ):  # those need no answer: their sender waits for nothing
             stale = StaleSessionError(f"round {number} is over (session {self.id})", side=Side.TRAINER, round=number)
             self.notify([peer], Abort(round=int(number or 0), error=error_to_wire(stale)))
@@ -337,7 +352,7 @@ class Session:
             if peer.lost is None:
                 peer.lost = exc
             if self.round is not None and not self._closed:
-                self.round.drain = self.round.drain and peer.is_worker
+                self.round.stopped = self.round.stopped or not peer.is_worker
                 self.round.fail(_lost_error(peer, exc))
             self.changed.notify_all()
 
@@ -345,9 +360,11 @@ class Session:
         self.send((peer for peer in [*self.workers, *self.followers] if peer is not origin and not peer.lost), message)
 
     def _log_stranger(self, exc: Exception) -> None:
-        self._strangers += 1
+        with self.changed:  # several handshakes may fail at once
+            self._strangers += 1
+            first = self._strangers == 1
         logger.log(
-            logging.WARNING if self._strangers == 1 else logging.DEBUG,
+            logging.WARNING if first else logging.DEBUG,
             "refused a connection to the session's port %d: %s (further ones are logged at DEBUG)",
             self.port,
             exc,
@@ -356,7 +373,7 @@ class Session:
 
 def _lost_error(peer: Peer, exc: Exception) -> WeightTransferError:
     if isinstance(exc, StaleSessionError):  # the peer said so itself: a later init replaced this session
-        return exc
+        return error_from_wire(error_to_wire(exc))  # a copy, since each round fills in its own number
     return PeerLostError(
         f"{peer} is gone ({exc}); restart it if it died, then call trainer_init again",
         side=peer.hello.role,

@@ -168,8 +168,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 self._open = False
                 return
             try:
-                session.send(Finishing(round=round_.number))
-                round_.receive(Committed, extra_s=_VERDICT_GRACE_S)
+                self._await_verdict(session, round_)
             except BaseException as exc:
                 # vLLM closes the update only where finish returns, and so it stays open where this raises.
                 self._fail_round(session, round_, exc, stays_open=self._raises)
@@ -214,6 +213,10 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 not_synced=list(result.not_synced),
             )
         )
+
+    def _await_verdict(self, session: WorkerSession, round_: Round) -> None:
+        session.send(Finishing(round=round_.number))
+        round_.receive(Committed, extra_s=_VERDICT_GRACE_S)
 
     def _new_installer(self) -> Installer:
         assert self._init_info is not None  # a session exists, so an init info does

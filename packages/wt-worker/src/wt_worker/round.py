@@ -15,6 +15,8 @@ __all__ = ["Round"]
 
 M = TypeVar("M", bound=Message)
 
+_FIRST_HAND_S = 0.2  # a collective's failure waits this long for the sender's words, or its end, on the session
+
 
 class Round:
     """Everything that may end a wait of the worker meets here: a message, a failure, the deadline.
@@ -41,6 +43,12 @@ class Round:
             if self.failure is None:
                 self.failure, self.told = error.fill(round=self.number), told
             self.changed.notify_all()
+
+    def fail_second_hand(self, error: WeightTransferError) -> None:
+        """Fail the round with what was noticed of somebody else's failure, unless that one's own words come at once."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure is not None, _FIRST_HAND_S)
+            self.fail(error)
 
     def wait(self, ready: Callable[[], bool], missing: str, *, extra_s: float = 0.0) -> None:
         """Return once `ready()` holds; `missing` says what is being waited for, `extra_s` how long past the deadline.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -36,6 +37,9 @@ __all__ = ["GlooTrainerWeightTransferEngine"]
 
 logger = logging.getLogger(__name__)
 
+_RUN_TO_S = (
+    0.5  # ranks in step are a parameter or two apart; those without collectives may be far, which does not matter
+)
 MAX_GROUP_PIECES = 4096
 """Most parameters in one group: what a worker may have to keep track of at once. Small ones fill a buffer long before."""
 
@@ -93,9 +97,9 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         self._feed(round_, pipeline)
         pipeline.wait_sent(pipeline.num_own)
 
-    def _drain_source(self, round_: Round) -> None:
+    def _run_source_to(self, index: int) -> None:
         if self._stream is not None:
-            self._stream.drain(round_)
+            self._stream.run_to(index)
 
     def _end_transfer(self, *, failed: bool) -> None:
         if failed:
@@ -122,7 +126,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         """Run the source, which only the calling thread may, and make ready the bytes of each group that this rank sends."""
         assert self.source is not None  # checked in trainer_init
         num_buffers = self.init_info.packed_num_buffers
-        self._stream = stream = _CheckedStream(self.source, self._round_metadata(), self.rank)
+        self._stream = stream = _CheckedStream(self.source, self._round_metadata(), self.rank, round_)
         for count, (number, group) in enumerate(pipeline.own):
             pipeline.wait_sent(count - num_buffers + 1)
             if len(group.pieces) == 1:
@@ -150,7 +154,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             try:
                 send()
             except WeightTransferError as exc:
-                round_.fail(exc.fill(side=Side.TRAINER))
+                round_.fail_second_hand(exc.fill(side=Side.TRAINER))
             except Exception as exc:
                 error = TransportError(f"the sending thread failed ({type(exc).__name__}: {exc})", side=Side.TRAINER)
                 error.__cause__ = exc
@@ -256,8 +260,9 @@ class _Pipeline:
 class _CheckedStream:
     """The parameters that this rank's source yields, each checked against the metadata before a byte of it is used."""
 
-    def __init__(self, source: WeightSource, metadata: RoundMetadata, rank: int) -> None:
+    def __init__(self, source: WeightSource, metadata: RoundMetadata, rank: int, round_: Round) -> None:
         owned = set(source.owned_names(rank))
+        self._round = round_
         self._metadata = metadata
         self._expected = [index for index, name in enumerate(metadata.names) if name in owned]
         self._items: Iterator[tuple[str, torch.Tensor]] = iter(source.iter_full())
@@ -287,19 +292,23 @@ class _CheckedStream:
         if extra is not None:
             raise _plan_error(extra[0], f"the source yields {extra[0]!r} after the last parameter that this rank owns")
 
-    def drain(self, round_: Round) -> None:
-        """Run the iterator to its end, or to the round's deadline."""
+    def run_to(self, index: int) -> None:
+        """After a failure: take parameters up to `index`, for the sake of the other ranks' collectives, but not for long."""
+        deadline = time.monotonic() + _RUN_TO_S
         try:
-            for name, _ in self._items:
-                if round_.remaining_s == 0:
-                    logger.warning("the source did not come to its end before the deadline; it had reached %r", name)
+            while self._position < len(self._expected) - 1 and self._expected[self._position + 1] <= index:
+                self._position += 1
+                next(self._items, None)
+                if time.monotonic() > deadline:
+                    logger.warning("the source was left at %r; another rank is further", self.current)
                     return
         except Exception:
-            logger.exception("the source failed after the round had")
+            logger.exception("the source failed at %r after the round had", self.current)
 
     def _advance(self) -> None:
+        index = self._expected[self._position + 1]
+        self._round.begin_parameter(index)
         self._position += 1
-        index = self._expected[self._position]
         name = self._metadata.names[index]
         item = next(self._items, None)
         if item is None:

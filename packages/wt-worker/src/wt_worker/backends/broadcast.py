@@ -94,7 +94,7 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
                 channels[group.root].broadcast(buffer, round_.deadline)
                 arrived.mark(number)
         except WeightTransferError as exc:
-            round_.fail(exc.fill(side=Side.WORKER))
+            round_.fail_second_hand(exc.fill(side=Side.WORKER))
         except Exception as exc:
             round_.fail(TransportError(f"the receiving thread failed ({type(exc).__name__}: {exc})", side=Side.WORKER))
 

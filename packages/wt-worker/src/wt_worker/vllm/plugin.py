@@ -8,10 +8,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
-__all__ = ["ALLOW_ANY_VLLM", "BACKENDS_GROUP", "register"]
-
-BACKENDS_GROUP = "wt_worker.backends"
-"""Entry-point group of users' own worker engines: `name = module:Class`."""
+__all__ = ["ALLOW_ANY_VLLM", "register"]
 
 ALLOW_ANY_VLLM = "WT_ALLOW_ANY_VLLM"
 """Environment variable; set to 1, it lets the plugin register with a vLLM that is not supported."""
@@ -69,11 +66,11 @@ def _is_supported() -> bool:
 
 
 def _engines() -> Iterator[tuple[str, str, str]]:
-    from wt_worker.factory import BUILTIN_BACKENDS
+    from wt_worker.factory import BUILTIN_BACKENDS, ENTRY_POINT_GROUP
 
     for name, (module, class_name) in BUILTIN_BACKENDS.items():
         yield f"wt_{name}", module, class_name
-    for entry in entry_points(group=BACKENDS_GROUP):
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
         if not (entry.attr or "").isidentifier():  # vLLM looks up one attribute of the module
             _logger.warning(
                 "backend %s is not registered: entry point %r is not of the form module:Class",

@@ -1,0 +1,691 @@
+"""The life of a built-in engine: its init, rounds and how each ends. Workers are plain sockets behind a fake client."""
+
+import logging
+import queue
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import pytest
+import torch
+
+from wt_common import (
+    AgreementError,
+    ConfigurationError,
+    Outcome,
+    PeerLostError,
+    PlanError,
+    RoundTimeoutError,
+    SourceModeError,
+    StaleSessionError,
+    TransportError,
+)
+from wt_common.errors import error_from_wire, error_to_wire
+from wt_common.session import (
+    Abort,
+    AskState,
+    Committed,
+    Ended,
+    Failed,
+    Finishing,
+    Go,
+    Installed,
+    Metadata,
+    Ready,
+    State,
+)
+from wt_trainer import ParamMeta, TrainerInitInfo, WeightSource
+from wt_trainer.client import ServingControl
+from wt_trainer.init_infos import SessionFields
+from wt_trainer.lifecycle import SessionTrainerEngine
+
+WAIT_S = 10
+
+
+# --- what takes part -------------------------------------------------------------------------------------------
+
+
+class Source(WeightSource):
+    """Two parameters; a test may have the iterator raise."""
+
+    error = None
+
+    @cached_property
+    def metadata(self):
+        return [ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.int8, (3,))]
+
+    def iter_full(self):
+        yield "a", torch.zeros(2)
+        if self.error is not None:
+            raise self.error
+        yield "b", torch.zeros(3, dtype=torch.int8)
+
+
+@dataclass
+class ToyInitInfo(SessionFields, TrainerInitInfo):
+    backend: ClassVar[str] = "toy"
+
+
+class ToyEngine(SessionTrainerEngine[ToyInitInfo]):
+    """A backend whose transfer is one `Go`: it runs the source and moves nothing."""
+
+    ended = ()
+
+    def _init_fields(self):
+        return {"toy": 1}
+
+    def _transmit(self, session, round_):
+        workers = session.workers
+        for index, peer in enumerate(workers):
+            go = Go(round=round_.number, epoch=1, rank=1 + index, world_size=1 + len(workers), remaining_s=1)
+            session.send([peer], go)
+        round_.num_entered = 1
+        return sum(tensor.nbytes for _, tensor in self.source)
+
+    def _assist(self, session, round_):
+        raise NotImplementedError
+
+    def _end_transfer(self, *, failed):
+        self.ended = (*self.ended, failed)
+
+
+class ToyWorker:
+    """One worker rank: a reader that answers questions at once, and the protocol of the two calls."""
+
+    def __init__(self, peer):
+        self.peer = peer
+        self.open = False
+        self.touched = False  # what it answers to an abort; None is no answer
+        self.knows = set()
+        self.heard = []  # every message but questions, in order
+        self.inbox = queue.Queue()
+        self.over = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        try:
+            while True:
+                message = self.peer.receive()
+                if isinstance(message, AskState):
+                    self.peer.send(State(round=message.round, open=self.open, poisoned=False))
+                    continue
+                if isinstance(message, Abort) and self.touched is not None:
+                    self.peer.send(Ended(round=message.round, touched=self.touched))
+                self.heard.append(message)
+                self.inbox.put(message)
+        except (EOFError, OSError):
+            self.over.set()
+            self.inbox.put(None)
+
+    def die(self):
+        self.peer.sock.shutdown(socket.SHUT_RDWR)
+
+    def take(self, kind):
+        """The next message, which must be a `kind`; the error of an abort is raised."""
+        message = self.inbox.get(timeout=WAIT_S)
+        if message is None:
+            raise PeerLostError("the trainer is gone")
+        if isinstance(message, Abort):
+            raise error_from_wire(message.error)
+        assert isinstance(message, kind), message
+        return message
+
+    def update(self, info):
+        number, digest = info["round"], info["metadata_digest"]
+        self.peer.send(Ready(round=number, knows_metadata=digest in self.knows))
+        if digest not in self.knows:
+            self.metadata = self.take(Metadata)
+            self.knows.add(digest)
+            self.peer.send(Ready(round=number, knows_metadata=True))
+        self.go = self.take(Go)
+        self.peer.send(Installed(round=number, num_bytes=11, seconds={"receive": 0.5}, not_synced=["c"]))
+
+    def finish(self, number):
+        self.peer.send(Finishing(round=number))
+        self.take(Committed)
+
+
+class ToyClient:
+    """A client of exactly the four calls over worker ranks that are plain sockets.
+
+    `before` and `after` are called with a call's name on its thread, so that a test can have it wait or fail.
+    """
+
+    def __init__(self, connect, ranks=(("e0", 0, 1),)):
+        self.connect = connect
+        self.ranks = list(ranks)
+        self.workers = []
+        self.calls = []
+        self.before = self.after = lambda name: None
+
+    def init_weight_transfer_engine(self, init_info):
+        self._begin("init")
+        self.init_info = init_info
+        for engine, rank, size in self.ranks:
+            peer = self.connect(init_info, engine=engine, rank=rank, size=size)
+            self.workers.append(ToyWorker(peer))
+        self.after("init")
+
+    def start_weight_update(self):
+        self._begin("start")
+        self.after("start")
+
+    def update_weights(self, update_info):
+        self._begin("update")
+        self.round = update_info["round"]
+        self._on_all(lambda worker: worker.update(update_info))
+        self.after("update")
+
+    def finish_weight_update(self, weight_version=None):
+        self._begin(f"finish {weight_version}")
+        if weight_version is not None:
+            self._on_all(lambda worker: worker.finish(self.round))
+        for worker in self.workers:
+            worker.open = False
+        self.after("finish")
+
+    def _begin(self, name):
+        self.calls.append(name)
+        self.before(name.split()[0])
+
+    def _on_all(self, call):
+        errors = []
+
+        def run(worker):
+            try:
+                call(worker)
+            except Exception as exc:  # noqa: BLE001  # raised below
+                errors.append(exc)
+
+        threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+class ServingClient(ToyClient):
+    """One that can also be asked and paused."""
+
+    timeout = 60.0
+    size = 1
+    notes = ()
+    held = False
+
+    @contextmanager
+    def bounded(self, seconds):
+        self.bounds = [*getattr(self, "bounds", []), seconds]
+        yield
+
+    def hosts(self):
+        return ["127.0.0.1"]
+
+    def world_size(self):
+        return self.size
+
+    def weight_version(self):
+        return None
+
+    def set_weight_version(self, version): ...
+
+    @contextmanager
+    def paused(self, mode=None):
+        self._begin("pause")
+        self.held = True
+        try:
+            yield
+        finally:
+            self.held = False
+            self.calls.append("resume")
+
+    def reset_caches(self):
+        self._begin("reset")
+        return list(self.notes)
+
+
+class Address:
+    """What a peer needs to know of a session, from an init info."""
+
+    def __init__(self, init_info):
+        self.port = init_info["session_port"]
+        self.secret = init_info["session_secret"]
+        self.id = init_info["session"]
+
+
+@pytest.fixture
+def make_client(join):
+    def make(kind=ToyClient, **options):
+        return kind(lambda init_info, **hello: join(Address(init_info), **hello), **options)
+
+    return make
+
+
+@pytest.fixture
+def make_engine():
+    """Connects engines; they shut down with the test."""
+    engines = []
+
+    def make(client, source=None, **fields):
+        info = ToyInitInfo("127.0.0.1", rank=0, **{"timeout_s": WAIT_S, **fields})
+        engine = ToyEngine.trainer_init(info, client=client, source=source or Source())
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+TWO = (("e0", 0, 2), ("e0", 1, 2))
+
+
+# --- init ------------------------------------------------------------------------------------------------------
+
+
+def test_init_ships_what_the_sides_must_agree_on(make_client, make_engine):
+    """The init info says where and how to connect, what the sides must agree on, and the backend's own fields."""
+    client = make_client()
+    make_engine(client, timeout_s=7, check_cover=False)
+    info = client.init_info
+    assert (info["session_address"], info["schema"], info["timeout_s"]) == ("127.0.0.1", [1, 0], 7)
+    assert (info["check_cover"], info["toy"]) == (False, 1)
+    assert client.calls == ["init"]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "text"),
+    [
+        (None, ConfigurationError, "pass a WeightSource"),
+        (type("LocalOnly", (WeightSource,), {"metadata": Source.metadata})(), SourceModeError, r"iter_full\(\)"),
+    ],
+    ids=["no source", "no iter_full"],
+)
+def test_source_that_cannot_serve_is_refused_before_anything(make_client, source, error, text):
+    """A full-resync engine without a source, or with one that lacks its iterator, is refused before any call."""
+    client = make_client()
+    with pytest.raises(error, match=text) as caught:
+        ToyEngine.trainer_init(ToyInitInfo(rank=0), client=client, source=source)
+    assert isinstance(caught.value, (ValueError, TypeError))
+    assert client.calls == []
+
+
+def test_delta_engine_refuses_a_source(make_client):
+    """An engine that sends what it is given takes no source."""
+    delta = type("DeltaEngine", (ToyEngine,), {"needs": None})
+    with pytest.raises(ConfigurationError, match="expected source=None"):
+        delta.trainer_init(ToyInitInfo(rank=0), client=make_client(), source=Source())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "text"),
+    [
+        ((), None, "no worker connected"),
+        ((("e0", 1, 2),), None, r"engine e0 has 2 ranks, of which \[0\] did not connect"),
+        ((("e0", 0, 1),), 3, "expected 2 worker ranks, got 1"),
+    ],
+)
+def test_wrong_workers_fail_the_init(make_client, make_engine, ranks, world_size, text):
+    """Who is missing fails the init with its phase and backend, and the session is closed: workers see the end."""
+    client = make_client(ranks=ranks)
+    with pytest.raises(AgreementError, match=text) as caught:
+        make_engine(client, world_size=world_size)
+    assert (caught.value.phase, caught.value.backend, caught.value.side) == ("init", "toy", "trainer")
+    assert all(worker.over.wait(WAIT_S) for worker in client.workers)
+
+
+def test_servers_that_count_otherwise_fail_the_init(make_client, make_engine):
+    """A world size that the servers contradict is refused before any call to them changes anything."""
+    client = make_client(ServingClient)
+    with pytest.raises(ConfigurationError, match=r"expected 1 \(the sender\) \+ 1 worker ranks .*, got 5"):
+        make_engine(client, world_size=5)
+    assert client.calls == []
+
+
+def test_failed_init_call_is_the_inits_error(make_client, make_engine):
+    """What the client raises in the init is raised, and the session is closed."""
+    client = make_client()
+
+    def fail(name):
+        raise PlanError("no plugin")
+
+    client.after = fail
+    with pytest.raises(PlanError, match="no plugin") as caught:
+        make_engine(client)
+    assert caught.value.phase == "init"
+    assert client.workers[0].over.wait(WAIT_S)
+
+
+def test_hanging_init_call_is_ended_by_the_deadline(make_client, make_engine):
+    """An init that does not return costs the timeout; the error names the call."""
+    client, go_on = make_client(), threading.Event()
+    client.after = lambda name: go_on.wait(WAIT_S)
+    started = time.monotonic()
+    with pytest.raises(RoundTimeoutError, match="the reply to init_weight_transfer_engine"):
+        make_engine(client, timeout_s=0.3)
+    assert time.monotonic() - started < 5
+    go_on.set()
+
+
+# --- a good round ----------------------------------------------------------------------------------------------
+
+
+def test_round_commits_and_reports(make_client, make_engine, caplog):
+    """A round makes its calls in order and reports what was sent, by whom it was received, and how long it took."""
+    caplog.set_level(logging.INFO, "wt_trainer")
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    caplog.clear()
+    report = engine.send_weights()
+    assert client.calls == ["init", "start", "update", "finish 1"]
+    assert (report.round, report.version, report.outcome, report.backend) == (1, "1", Outcome.COMMITTED, "toy")
+    assert (report.num_parameters, report.num_bytes) == (2, 11)
+    assert [(worker.engine, worker.rank) for worker in report.workers] == [("e0", 0), ("e0", 1)]
+    assert (report.workers[0].num_bytes, report.workers[0].not_synced) == (11, ["c"])
+    assert set(report.seconds) == {"start", "update", "finish", "total"}
+    assert [worker.go.rank for worker in client.workers] == [1, 2]
+    assert engine.ended == (False,)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [f"toy: {report}"]
+
+
+def test_metadata_is_sent_once(make_client, make_engine):
+    """A worker gets the metadata in the first round, and not again while it knows them."""
+    client = make_client()
+    engine = make_engine(client)
+    for _ in range(3):
+        engine.send_weights()
+    kinds = [type(message) for message in client.workers[0].heard]
+    assert kinds == [Metadata, Go, Committed, Go, Committed, Go, Committed]
+    assert client.workers[0].metadata.names == ["a", "b"]
+
+
+def test_metadata_is_sent_again_to_who_has_forgotten(make_client, make_engine):
+    """A worker that does not know the digest any more gets the metadata in the same round, and only that one does."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    engine.send_weights()
+    client.workers[1].knows.clear()
+    for worker in client.workers:
+        worker.heard.clear()
+    engine.send_weights()
+    assert [type(message) for message in client.workers[0].heard] == [Go, Committed]
+    assert [type(message) for message in client.workers[1].heard] == [Metadata, Go, Committed]
+
+
+def test_version_is_the_callers_or_the_rounds_number(make_client, make_engine):
+    """The published version is what the caller says, and the round's number otherwise."""
+    client = make_client()
+    engine = make_engine(client)
+    assert engine.send_weights(weight_version="step-7").version == "step-7"
+    assert engine.send_weights().version == "2"
+    assert client.calls[3::3] == ["finish step-7", "finish 2"]
+
+
+def test_client_whose_finish_takes_no_version_is_called_without(make_client, make_engine):
+    """A finish without the argument is called so, and the report says that no version was published."""
+    client = make_client()
+    finish = client.finish_weight_update
+    client.finish_weight_update = lambda: finish("none")
+    report = make_engine(client).send_weights(weight_version="v")
+    assert report.version is None
+    assert "takes no version" in report.notes[0]
+
+
+def test_servers_are_held_for_the_round(make_client, make_engine):
+    """A client that can pause is paused around the calls; caches are reset before the resume, and notes reported."""
+    client = make_client(ServingClient)
+    assert isinstance(client, ServingControl)
+    client.notes = ("a cache was not reset",)
+    engine = make_engine(client)
+    client.before = lambda name: name == "pause" or client.held or pytest.fail(f"{name} while a server runs")
+    report = engine.send_weights()
+    assert client.calls == ["init", "pause", "start", "update", "finish 1", "reset", "resume"]
+    assert report.notes == ("a cache was not reset",)
+    assert {"pause", "resume"} <= set(report.seconds)
+
+
+def test_shorter_timeout_of_client_and_engine_counts(make_client, make_engine):
+    """The earlier of the two timeouts bounds the calls and is what the workers are told."""
+    client = make_client(ServingClient)
+    client.timeout = 5.0
+    make_engine(client, timeout_s=7).send_weights()
+    assert client.init_info["timeout_s"] == 5
+    assert set(client.bounds) == {5}
+
+
+def test_client_that_cannot_pause_is_mentioned_once(make_client, make_engine, caplog):
+    """That pausing is the caller's task is logged in the first round only."""
+    engine = make_engine(make_client())
+    for _ in range(2):
+        engine.send_weights()
+    assert [record.levelname for record in caplog.records if "pause" in record.getMessage()] == ["WARNING"]
+
+
+# --- rounds that fail ------------------------------------------------------------------------------------------
+
+
+def failing(name, error):
+    """A hook that raises `error` in the call `name`."""
+
+    def fail(called):
+        if called == name:
+            raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("name", ["start", "update"])
+def test_failed_call_fails_the_round(make_client, make_engine, name):
+    """A call that fails ends the round with its error and phase; nothing was touched, and the next round is well."""
+    client = make_client()
+    engine = make_engine(client)
+    client.before = failing(name, TransportError("500 from the server"))
+    with pytest.raises(TransportError, match="500 from the server") as caught:
+        engine.send_weights()
+    error = caught.value
+    assert (error.phase, error.round, error.backend, error.outcome) == (name, 1, "toy", Outcome.UNCHANGED)
+    assert error.elapsed_s < 5
+    client.before = lambda name: None
+    client.workers[0].inbox = queue.Queue()
+    assert engine.send_weights().round == 2
+    assert isinstance(client.workers[0].heard[0], Abort)
+    assert engine.ended == (True, False)
+
+
+def test_workers_hear_why_the_round_is_over(make_client, make_engine):
+    """Every worker gets the abort, with the error itself."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    client.before = failing("update", PlanError("no room", param="a"))
+    with pytest.raises(PlanError):
+        engine.send_weights()
+    for worker in client.workers:
+        abort = worker.inbox.get(timeout=WAIT_S)
+        assert isinstance(abort, Abort)
+        error = error_from_wire(abort.error)
+        assert (type(error), error.message, error.param) == (PlanError, "no room", "a")
+
+
+@pytest.mark.parametrize(
+    ("touched", "outcome"), [(False, Outcome.UNCHANGED), (True, Outcome.POISONED), (None, Outcome.POISONED)]
+)
+def test_failed_worker_decides_the_outcome(make_client, make_engine, touched, outcome):
+    """A worker that fails is raised as its own error; what it says of its model, or may not say, is the outcome."""
+    client = make_client()
+    engine = make_engine(client)
+    client.workers[0].touched = touched
+
+    def update(info):
+        worker = client.workers[0]
+        worker.peer.send(Ready(round=1, knows_metadata=True))
+        worker.take(Go)
+        worker.peer.send(Failed(round=1, error=error_to_wire(PlanError("no such layer", param="b"))))
+        raise TransportError("500, as the worker failed")
+
+    client.update_weights = update
+    with pytest.raises(PlanError, match="no such layer") as caught:
+        engine.send_weights()
+    error = caught.value
+    assert (error.side, error.engine, error.rank, error.param) == ("worker", "e0", 0, "b")
+    assert (error.phase, error.outcome) == ("update", outcome)
+
+
+def test_dead_worker_fails_this_round_and_the_next(make_client, make_engine):
+    """A worker that dies in a round is named at once, and no later round begins without it."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    client.before = lambda name: client.workers[1].die() if name == "update" else None
+    with pytest.raises(PeerLostError, match="worker rank 1 of engine e0") as caught:
+        engine.send_weights()
+    assert (caught.value.rank, caught.value.outcome) == (1, Outcome.UNCHANGED)
+    calls = list(client.calls)
+    with pytest.raises(PeerLostError, match="worker rank 1") as caught:
+        engine.send_weights()
+    assert caught.value.round == 2
+    assert client.calls == calls
+
+
+def test_frozen_worker_is_ended_by_the_deadline(make_client, make_engine):
+    """A worker that says nothing costs the round's time and at most a second; the error names it and the outcome."""
+    client, go_on = make_client(), threading.Event()
+    engine = make_engine(client, timeout_s=0.5)
+    client.workers[0].update = lambda info: go_on.wait(WAIT_S)
+    started = time.monotonic()
+    with pytest.raises(RoundTimeoutError, match="'ready' from worker rank 0 of engine e0") as caught:
+        engine.send_weights()
+    assert 0.5 <= time.monotonic() - started < 5
+    assert (caught.value.phase, caught.value.outcome) == ("update", Outcome.UNCHANGED)
+    go_on.set()
+
+
+def test_source_that_raises_fails_the_round(make_client, make_engine):
+    """What the user's iterator raises is a TransportError that has it as its cause, and the workers hear it."""
+    client, source = make_client(), Source()
+    engine = make_engine(client, source)
+    source.error = KeyError("b")
+    with pytest.raises(TransportError, match="KeyError") as caught:
+        engine.send_weights()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.phase == "update"
+    assert Abort in [type(message) for message in client.workers[0].heard]
+
+
+def test_interrupt_ends_the_round_and_stays_an_interrupt(make_client, make_engine):
+    """An interrupt is raised as it is, after the workers have heard that the round is over."""
+    client, source = make_client(ServingClient), Source()
+    engine = make_engine(client, source)
+    source.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.send_weights()
+    assert not client.held
+    assert Abort in [type(message) for message in client.workers[0].heard]
+
+
+@pytest.mark.parametrize("name", ["start", "update", "finish"])
+def test_servers_are_resumed_after_a_failed_round(make_client, make_engine, name):
+    """Whatever fails, the servers run again."""
+    client = make_client(ServingClient)
+    engine = make_engine(client)
+    client.before = failing(name, TransportError("500"))
+    with pytest.raises(TransportError, match="500"):
+        engine.send_weights()
+    assert client.calls[-1] == "resume"
+    assert not client.held
+
+
+def test_failed_pause_fails_the_round_before_any_call(make_client, make_engine):
+    """A server that cannot be paused leaves everything as it was."""
+    client = make_client(ServingClient)
+    engine = make_engine(client)
+    client.before = failing("pause", ConfigurationError("asleep"))
+    with pytest.raises(ConfigurationError, match="asleep") as caught:
+        engine.send_weights()
+    assert caught.value.outcome == Outcome.UNCHANGED
+    assert client.calls == ["init", "pause"]
+
+
+def test_verdict_is_final(make_client, make_engine):
+    """A finish that fails after the verdict is raised as committed, and no worker hears anything after `Committed`."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    client.after = failing("finish", TransportError("the connection broke"))
+    with pytest.raises(TransportError, match="the connection broke") as caught:
+        engine.send_weights()
+    assert (caught.value.outcome, caught.value.phase) == (Outcome.COMMITTED, "finish")
+    engine.shutdown()
+    for worker in client.workers:
+        assert worker.over.wait(WAIT_S)
+        assert type(worker.heard[-1]) is Committed
+
+
+def test_failed_cache_reset_is_raised_as_committed(make_client, make_engine):
+    """Caches that could not be reset are an error of a round that is committed."""
+    client = make_client(ServingClient)
+    engine = make_engine(client)
+    client.before = failing("reset", TransportError("the prefix cache was not reset"))
+    with pytest.raises(TransportError, match="prefix cache") as caught:
+        engine.send_weights()
+    assert caught.value.outcome == Outcome.COMMITTED
+    assert not client.held
+
+
+def test_open_update_is_closed_first(make_client, make_engine):
+    """An update that an earlier round left open on a worker is closed before the next begins."""
+    client = make_client()
+    engine = make_engine(client)
+    client.workers[0].open = True
+    engine.send_weights()
+    assert client.calls == ["init", "finish None", "start", "update", "finish 1"]
+
+
+def test_update_left_open_on_the_last_rank_is_opened_on_all_and_closed(make_client, make_engine):
+    """Where only an engine's last rank is open, a start comes first, so that the finish is refused by none."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    client.workers[1].open = True
+    engine.send_weights()
+    assert client.calls == ["init", "start", "finish None", "start", "update", "finish 1"]
+
+
+def test_update_that_stays_open_names_the_engine(make_client, make_engine):
+    """An engine whose update cannot be closed must be restarted; the round ends before it begins."""
+    client = make_client()
+    engine = make_engine(client)
+    client.workers[0].open = True
+    client.finish_weight_update = lambda weight_version=None: None
+    with pytest.raises(AgreementError, match=r"engine e0: .*restart it") as caught:
+        engine.send_weights()
+    assert (caught.value.engine, caught.value.outcome) == ("e0", Outcome.UNCHANGED)
+    assert "update" not in client.calls
+
+
+# --- the end ---------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_ends_the_session(make_client, make_engine):
+    """After `shutdown`, which may be called again, workers see the end, and sending is a stale session."""
+    client = make_client()
+    engine = make_engine(client)
+    engine.send_weights()
+    engine.shutdown()
+    engine.shutdown()
+    assert client.workers[0].over.wait(WAIT_S)
+    with pytest.raises(StaleSessionError, match="call trainer_init again") as caught:
+        engine.send_weights()
+    assert caught.value.backend == "toy"
+    assert client.calls == ["init", "start", "update", "finish 1"]
+
+
+def test_second_init_is_a_session_of_its_own(make_client, make_engine):
+    """Two engines over the same client have sessions, secrets and round numbers of their own."""
+    first, second = make_client(), make_client()
+    one, other = make_engine(first), make_engine(second)
+    one.send_weights()
+    assert other.send_weights().round == 1
+    assert first.init_info["session"] != second.init_info["session"]
+    assert first.init_info["session_secret"] != second.init_info["session_secret"]

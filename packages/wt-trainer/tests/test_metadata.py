@@ -1,0 +1,75 @@
+"""What a round sends, as both sides compute it."""
+
+from functools import cached_property
+
+import pytest
+import torch
+
+from wt_common import PlanError
+from wt_common.session import metadata_digest
+from wt_trainer import ParamMeta, WeightSource
+from wt_trainer.metadata import RoundMetadata
+
+
+class Listed(WeightSource):
+    def __init__(self, *metas):
+        self.metas = metas
+
+    @cached_property
+    def metadata(self):
+        return list(self.metas)
+
+
+METAS = [
+    ParamMeta("a", torch.bfloat16, (3, 2)),
+    ParamMeta("b", torch.float32, (), owners=(1, 0)),
+    ParamMeta("c", torch.int8, (5,), owners=(2, 1)),
+]
+
+
+def test_metadata_is_that_of_the_source_in_order():
+    """Names, dtypes, shapes and sizes are the source's, in its order; the digest is that of the wire."""
+    metadata = RoundMetadata.of(Listed(*METAS), 3)
+    assert metadata.names == ("a", "b", "c")
+    assert metadata.dtype_names == ("bfloat16", "float32", "int8")
+    assert metadata.shapes == ((3, 2), (), (5,))
+    assert metadata.sizes_bytes == (12, 4, 5)
+    rows = [("a", "bfloat16", (3, 2), 0), ("b", "float32", (), 0), ("c", "int8", (5,), 2)]
+    assert metadata.digest == metadata_digest(rows)
+
+
+def test_root_is_the_sender_where_it_owns_the_parameter():
+    """Rank 0 sends what it holds, else the first owner does."""
+    assert RoundMetadata.of(Listed(*METAS), 3).roots == (0, 0, 2)
+
+
+def test_message_carries_it():
+    """The session's message has the same lists, for the round that is asked for."""
+    message = RoundMetadata.of(Listed(*METAS), 3).message(7)
+    assert message.round == 7
+    assert message.names == ["a", "b", "c"]
+    assert message.dtype_names == ["bfloat16", "float32", "int8"]
+    assert message.shapes == [[3, 2], [], [5]]
+    assert message.roots == [0, 0, 2]
+
+
+def test_name_that_comes_twice_is_refused():
+    """Two parameters of one name are a plan error that names it."""
+    with pytest.raises(PlanError, match="parameter 'b' comes twice") as caught:
+        RoundMetadata.of(Listed(*METAS, METAS[1], METAS[0]), 3)
+    assert (caught.value.param, caught.value.side) == ("b", "trainer")
+
+
+def test_source_without_parameters_is_refused():
+    """A source that declares nothing would leave every model as it was."""
+    with pytest.raises(PlanError, match="names no parameter"):
+        RoundMetadata.of(Listed(), 1)
+
+
+def test_owner_that_is_no_trainer_rank_is_refused():
+    """A parameter that only an absent rank owns cannot be sent: the error names it, the owners and the ranks."""
+    with pytest.raises(
+        PlanError, match=r"parameter 'c': owners \(2, 1\) name a rank outside the 2 trainer ranks"
+    ) as caught:
+        RoundMetadata.of(Listed(*METAS), 2)
+    assert caught.value.param == "c"
