@@ -88,7 +88,7 @@ class Training:
 
     @torch.no_grad()
     def judge(self, prompt: list[int], continuation: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """The log-probability of each token of `prompt` but the first, and the likeliest tokens in `continuation`'s place.
+        """The log-probability of each token of `prompt` but the first, and the likeliest at `continuation`'s places.
 
         The latter are `continuation` itself exactly if that was generated greedily from these weights.
         """

@@ -16,10 +16,9 @@ def check_schema(theirs: object) -> tuple[int, int]:
     Raises:
         AgreementError: the majors differ, or `theirs` is not two integers.
     """
-    ok = isinstance(theirs, (tuple, list)) and len(theirs) == 2 and all(type(part) is int for part in theirs)
-    if not ok:
+    if not isinstance(theirs, (tuple, list)) or [type(part) for part in theirs] != [int, int]:
         raise AgreementError(f"wire schema: expected [major, minor], got {theirs!r}")
-    major, minor = theirs  # type: ignore[misc]  # checked on the line above
+    major, minor = theirs
     if major != SCHEMA[0]:
         raise AgreementError(
             f"wire schema: this side speaks {SCHEMA[0]}.{SCHEMA[1]}, the other {major}.{minor}; install wt-trainer and "

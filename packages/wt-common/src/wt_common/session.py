@@ -138,7 +138,7 @@ def proof(secret: str, speaker: str, session: str, challenge: str, answer: str) 
     Both nonces and the speaker are in it, so a proof can be neither replayed nor reflected. The first field's order
     is the wire's: changing it is a new schema major.
     """
-    text = "\n".join(("wt-session-1", speaker, session, challenge, answer))
+    text = f"wt-session-1\n{speaker}\n{session}\n{challenge}\n{answer}"
     return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -273,7 +273,7 @@ class Credit(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enter(Message):
-    """L, to workers and to the group's root: all workers have room and the root has the bytes: enter the collective of `group`."""
+    """L, to workers and the group's root: the workers have room, the root has the bytes: enter the collective of `group`."""
 
     type = "enter"
     round: int
@@ -301,7 +301,7 @@ class Finishing(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Message):
-    """L, the verdict: every worker has installed the round, and no one may fail it any more. The other verdict is `Abort`."""
+    """L, the verdict: every worker has installed the round; nobody may fail it any more. The other verdict is `Abort`."""
 
     type = "committed"
     round: int
@@ -311,8 +311,8 @@ class Committed(Message):
 class RoundOutcome(Message):
     """L, to the other trainer ranks: the round is over for everybody. `report` when committed, else `error`.
 
-    `run_to` is the last parameter (its place in the metadata) that any rank has begun to take from its source: every rank takes its
-    own up to it, unsent, so that no rank is left alone in a collective of the source. -1 asks for nothing.
+    `run_to` is the last parameter (its place in the metadata) that any rank has begun to take from its source: every rank
+    takes its own up to it, unsent, so that no rank is left alone in a collective of the source. -1 asks for nothing.
     """
 
     type = "round_outcome"
@@ -508,7 +508,7 @@ def check_fields(instance: Any) -> None:
     Raises:
         TypeError: the text names class, field, expected and got.
     """
-    hints = _hints(type(instance))
+    hints = _hints(instance.__class__)
     for each in fields(instance):
         value = getattr(instance, each.name)
         if not _matches(value, hints[each.name]):

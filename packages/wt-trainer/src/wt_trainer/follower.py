@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
-from wt_common.errors import error_from_wire
+from wt_common.errors import error_from_wire, error_to_wire
 from wt_common.session import Abort, Enter, Message, Position, RoundOutcome, StoreSet
 from wt_trainer.connection import Connection
 from wt_trainer.round import Round
@@ -45,7 +45,7 @@ class FollowerSession:
         with self.changed:
             self.round = round_ = Round(number, timeout_s, self.changed)
             if self._lost is not None:
-                round_.fail(self._lost)
+                round_.fail(_copy(self._lost))
             early, self._early = self._early, []
             for message in early:
                 self._file(round_, message)
@@ -99,7 +99,7 @@ class FollowerSession:
             self.store.receive(message, origin=self)
             return
         with self.changed:
-            if self.round is None:
+            if self.round is None or getattr(message, "round", 0) > self.round.number:
                 self._early.append(message)
             else:
                 self._file(self.round, message)
@@ -122,5 +122,10 @@ class FollowerSession:
             if self._lost is None:
                 self._lost = PeerLostError(f"trainer rank 0, the sender, is gone ({exc})", side=Side.TRAINER, rank=0)
             if self.round is not None:
-                self.round.fail(self._lost)
+                self.round.fail(_copy(self._lost))
             self.changed.notify_all()
+
+
+def _copy(error: WeightTransferError) -> WeightTransferError:
+    """Each round fills in its own number and time."""
+    return error_from_wire(error_to_wire(error))

@@ -21,10 +21,10 @@ class SessionFields:
         world_size: 1 + all worker ranks, which is then checked; None takes as many as the servers say they have.
         timeout_s: seconds for a whole round, and for the init; the client's own timeout, if shorter, wins.
         check_cover: refuse a round that would leave a layer of a model partly loaded.
-        process_group: group of the trainer ranks, in their order, over which the sender tells the others where it listens; None is
-            the default group, if there is one.
-        session_secret: hex key for trainer ranks that share no group: given to all of them, with the same `master_address` and
-            `master_port`, they find the sender by it.
+        process_group: group of the trainer ranks, in their order, over which the sender tells the others where it
+            listens; None is the default group, if there is one.
+        session_secret: hex key for trainer ranks that share no group: with it, and the same `master_address` and
+            `master_port`, all of them find the sender.
         num_trainer_ranks: how many trainer ranks call; None is the group's size, and 1 without a group. Set it to 1 where a
             default group is there for another purpose.
 

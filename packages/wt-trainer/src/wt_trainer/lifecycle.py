@@ -161,9 +161,9 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         if "error" in where:
             raise error_from_wire(where["error"])
         connection = connect(
-            where.get("address", fields.master_address),
-            where.get("port", fields.master_port),
-            secret=where.get("secret", fields.session_secret),
+            str(where.get("address", fields.master_address)),
+            int(where.get("port", fields.master_port or 0)),
+            secret=str(where.get("secret", fields.session_secret)),
             session=where.get("session"),
             hello=self._hello(),
             timeout_s=self._timeout_s,
@@ -392,11 +392,11 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 min(_ENDED_GRACE_S, round_.remaining_s + _ENDED_GRACE_S / 2),
             )
             if round_.outcome is None:
-                touched = any(self._may_be_touched(peer, round_, ended.get(peer.key)) for peer in workers)
+                touched = any(self._may_be_touched(round_, ended.get(peer.key)) for peer in workers)
                 round_.outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
 
     @staticmethod
-    def _may_be_touched(peer: Peer, round_: Round, ended: Any) -> bool:
+    def _may_be_touched(round_: Round, ended: Any) -> bool:
         """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
         return ended.touched if isinstance(ended, Ended) else round_.num_entered > 0
 
@@ -454,7 +454,7 @@ def _as_ours(exc: BaseException) -> WeightTransferError:
 
 
 def _last_begun(session: Session, round_: Round) -> int:
-    """How far every trainer rank must run its source after a failed round, so that no collective lacks a rank; -1 if it cannot."""
+    """How far all trainer ranks run their source after a failed round, so that no collective lacks a rank; -1: not at all."""
     followers = session.followers
     positions = [round_.posts.get(Position, {}).get(peer.key) for peer in followers]
     if not followers or round_.stopped or None in positions:

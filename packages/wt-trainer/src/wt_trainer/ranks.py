@@ -81,6 +81,6 @@ def _broadcast(group: Any, tensor: torch.Tensor) -> None:
 
 def _device_of(group: Any) -> torch.device:
     """Where the group's collectives take tensors: the CPU if a backend of it does, else this process's CUDA device."""
-    if any(device.type == "cpu" for device in group._device_types):
+    if any(device.type == "cpu" for device in group._device_types):  # noqa: SLF001  # not public
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

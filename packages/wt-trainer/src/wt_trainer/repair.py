@@ -1,8 +1,9 @@
 """Closes the updates that a failed round left open in vLLM's own bookkeeping.
 
-vLLM 0.26 to 0.33 keeps one flag per worker rank: set by a `start` that returned, cleared by an `update` that raised and by a
-`finish` that returned. A rank whose `finish` raised stays open for good, and the next `start` is refused. With several ranks, only
-the last one of an engine raises (see the worker's lifecycle), so after a failed round its flag differs from the others':
+vLLM 0.26 to 0.33 keeps one flag per worker rank: set by a `start` that returned, cleared by an `update` that raised and
+by a `finish` that returned. A rank whose `finish` raised stays open for good, and the next `start` is refused. With several
+ranks, only the last one of an engine raises (see the worker's lifecycle), so after a failed round its flag differs from the
+others':
 
 * failed in update: the last rank is closed, the others open. `finish` closes them; the last rank's refusal is expected.
 * failed in finish: the last rank is open, the others closed. `start` opens those (the last rank's refusal is expected), then

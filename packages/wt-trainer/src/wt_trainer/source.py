@@ -191,7 +191,7 @@ class ModuleSource(WeightSource):
         self._module = module
 
     @cached_property
-    def metadata(self) -> Sequence[ParamMeta]:  # type: ignore[override]  # a cached_property is a property to readers
+    def metadata(self) -> Sequence[ParamMeta]:
         """Names, dtypes and global shapes; no gather."""
         return [self._describe(name, param) for name, param in self._module.named_parameters()]
 
@@ -220,7 +220,7 @@ class ModuleSource(WeightSource):
         placements = {meta.name: meta.placements for meta in self.metadata}
         for name, param in self._owned_parameters():
             if placements[name] is not None:
-                yield name, param.detach().to_local()  # type: ignore[operator]  # placements are set for DTensors only
+                yield name, param.detach().to_local()  # type: ignore[attr-defined]  # placements: a DTensor
             else:
                 yield name, materialize_full_tensor(param.detach())
 

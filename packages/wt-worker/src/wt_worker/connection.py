@@ -75,7 +75,7 @@ class Connection:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         close_in_child(sock)
         self.local_address = str(sock.getsockname()[0])
-        self.peer = "%s:%s" % sock.getpeername()[:2]
+        self.peer = ":".join(map(str, sock.getpeername()[:2]))
         self._sock = sock
         self._decoder = FrameDecoder()
         self._send_lock = threading.Lock()

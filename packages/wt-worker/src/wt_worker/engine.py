@@ -71,7 +71,8 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         Raises:
             ConfigurationError: (a `ValueError`) a field is missing, unknown or of the wrong type.
         """
-        return self._parse("init_info", self.init_info_cls, init_dict)
+        parsed: TInitInfo = self._parse("init_info", self.init_info_cls, init_dict)
+        return parsed
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> TUpdateInfo:
         """`update_dict` as `update_info_cls`.
@@ -79,7 +80,8 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         Raises:
             ConfigurationError: (a `ValueError`) a field is missing, unknown or of the wrong type.
         """
-        return self._parse("update_info", self.update_info_cls, update_dict)
+        parsed: TUpdateInfo = self._parse("update_info", self.update_info_cls, update_dict)
+        return parsed
 
     def _parse(self, what: str, cls: type[Any], payload: dict[str, Any]) -> Any:
         try:

@@ -330,7 +330,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 exc.fill(side=Side.WORKER, rank=self._rank, engine=self._engine_id, phase=phase)
             if self._raises:
                 raise
-            logger.error("%s failed on rank %d, the last rank reports it: %s", phase, self._rank, exc)
+            logger.exception("%s failed on rank %d; the last rank reports it", phase, self._rank)
 
 
 def _versions() -> dict[str, str]:

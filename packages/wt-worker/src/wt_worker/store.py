@@ -43,14 +43,17 @@ class RendezvousStore:
             self._changed.notify_all()
         self._publish(message, origin)
 
-    def get(self, epoch: int, key: str, deadline: float) -> bytes:
+    def get(self, epoch: int, key: str, deadline: float, abandoned: Callable[[], bool] = lambda: False) -> bytes:
         """The value of `key` in `epoch`, once somebody has set it.
 
         Raises:
-            RoundTimeoutError: nobody did before `deadline` (monotonic seconds).
+            RoundTimeoutError: nobody did before `deadline` (monotonic seconds), or before `abandoned()`, which is looked at
+                whenever the condition is notified.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: (epoch, key) in self._values, max(0.0, deadline - time.monotonic())):
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: (epoch, key) in self._values or abandoned(), left)
+            if (epoch, key) not in self._values:
                 raise RoundTimeoutError(f"rendezvous: nobody published {key!r} of communicator {epoch} in time")
             return self._values[epoch, key]
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -47,7 +47,7 @@ MAX_GROUP_PIECES = 4096
 class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo]):
     """Dense broadcast over gloo."""
 
-    init_info_cls: ClassVar[type[GlooTrainerInitInfo]] = GlooTrainerInitInfo
+    init_info_cls = GlooTrainerInitInfo
 
     def __init__(self, init_info: GlooTrainerInitInfo, **kwargs: Any) -> None:
         super().__init__(init_info, **kwargs)
@@ -79,7 +79,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         for index, peer in enumerate(workers):
             session.send([peer], replace(go, rank=1 + index))
         pipeline = _Pipeline(round_, groups, self.rank)
-        self._start_sending(round_, pipeline, lambda: self._conduct(session, round_, pipeline, go))
+        self._start_sending(round_, lambda: self._conduct(session, round_, pipeline, go))
         self._feed(round_, pipeline)
         pipeline.wait_sent(pipeline.num_own)
         round_.wait(lambda: round_.num_entered == len(groups), lambda: "the other senders")
@@ -93,7 +93,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             if go.epoch != self._epoch:
                 self._channel = None
                 self._epoch = go.epoch
-            self._start_sending(round_, pipeline, lambda: self._play(session, round_, pipeline, go))
+            self._start_sending(round_, lambda: self._play(session, round_, pipeline, go))
         self._feed(round_, pipeline)
         pipeline.wait_sent(pipeline.num_own)
 
@@ -149,7 +149,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
     # --- the sending thread ------------------------------------------------------------------------------------
 
     @staticmethod
-    def _start_sending(round_: Round, pipeline: _Pipeline, send: Callable[[], None]) -> None:
+    def _start_sending(round_: Round, send: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 send()
@@ -201,6 +201,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             world_size=go.world_size,
             address=session.address,
             deadline=round_.deadline,
+            abandoned=lambda: round_.failure is not None,
         )
         with round_.changed:
             round_.check(

@@ -74,7 +74,7 @@ class HTTPVLLMWeightSyncClient:
         self._headers = dict(headers or {})
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._tls = {"verify": verify, "cert": cert}
+        self._tls: dict[str, Any] = {"verify": verify, "cert": cert}
         self._deadline: float | None = None
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ class HTTPVLLMWeightSyncClient:
             try:
                 self._resume_bounded(running)
             except WeightTransferError as resume_error:
-                logger.error("not resumed: %s", resume_error)
+                logger.error("not resumed: %s", resume_error)  # noqa: TRY400  # it is raised as a note of `exc`
                 exc.add_note(f"{', '.join(running)} may still be paused: {resume_error}")
             raise
         self._resume_bounded(running)

@@ -111,6 +111,7 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
                     world_size=go.world_size,
                     address=session.local_address,
                     deadline=round_.deadline,
+                    abandoned=lambda: round_.failure is not None,
                 )
         with round_.changed:
             round_.wait(lambda: True, "")  # a failed round has dropped its channels already: do not bring them back

@@ -7,6 +7,7 @@ share what is on the wire, not code.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,7 @@ class GlooChannel:
 
     An op that was abandoned at its timeout goes on in gloo's threads and cannot be stopped. After any failure the channel is
     dead: close it and make another, with a new epoch. `root` is the trainer rank that sends, which keeps apart the channels of
-    several senders in one epoch.
+    several senders in one epoch. Joining waits for all members, to `deadline` (monotonic seconds) or until `abandoned()`.
 
     Attributes:
         receives_in_place: False; what is received must be staged, since an abandoned receive goes on writing.
@@ -49,13 +50,14 @@ class GlooChannel:
         world_size: int,
         address: str,
         deadline: float,
+        abandoned: Callable[[], bool],
     ) -> None:
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._timeout = timedelta(seconds=OP_TIMEOUT_S)
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         try:
             self._group: Any = ProcessGroupGloo(
-                _SessionStore(store, epoch, f"{root}/", deadline), rank, world_size, options
+                _SessionStore(store, epoch, f"{root}/", deadline, abandoned), rank, world_size, options
             )
         except RuntimeError as exc:
             raise TransportError(f"gloo: rank {rank} of {world_size} cannot join ({exc})") from exc
@@ -63,21 +65,19 @@ class GlooChannel:
         self._options.rootRank = 0
 
     def broadcast(self, buffer: torch.Tensor, deadline: float) -> None:
-        """`buffer` holds on every rank what it holds on rank 0; blocks at most `OP_TIMEOUT_S`, or to `deadline` (monotonic seconds).
+        """`buffer` holds on every rank what it holds on rank 0. Blocks for `OP_TIMEOUT_S` or to `deadline` at most.
 
         Every rank must enter with the same number of bytes: gloo ends the process of a receiver that differs.
 
         Args:
             buffer: 1-D uint8, contiguous, on the CPU.
+            deadline: in seconds of the monotonic clock.
 
         Raises:
             RoundTimeoutError, TransportError: not everybody took part in time, or the group broke.
         """
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device.type != "cpu":
-            raise TransportError(
-                f"gloo: expected a contiguous uint8 CPU tensor, got {buffer.dtype} on {buffer.device}",
-                side=Side.TRAINER,
-            )
+            raise TransportError(f"gloo: expected a contiguous uint8 CPU tensor, got {buffer.dtype} on {buffer.device}")
         left = min(OP_TIMEOUT_S, deadline - time.monotonic())
         if left <= 0:
             raise RoundTimeoutError("gloo: the deadline passed before the broadcast was entered")
@@ -95,23 +95,26 @@ class GlooChannel:
         self._group = None
 
 
-class _SessionStore(Store):  # type: ignore[misc]  # torch's C++ class has no type
+class _SessionStore(Store):
     """torch's store interface over the session's rendezvous."""
 
-    def __init__(self, store: RendezvousStore, epoch: int, prefix: str, deadline: float) -> None:
+    def __init__(
+        self, store: RendezvousStore, epoch: int, prefix: str, deadline: float, abandoned: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self._store = store
         self._epoch = epoch
         self._prefix = prefix
         self._deadline = deadline
+        self._abandoned = abandoned
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the stub says str; torch passes bytes
         self._store.set(self._epoch, self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._epoch, self._prefix + key, self._deadline)
+        return self._store.get(self._epoch, self._prefix + key, self._deadline, self._abandoned)
 
-    def wait(self, keys: list[str], timeout: Any = None) -> None:
+    def wait(self, keys: list[str], timeout: Any = None) -> None:  # noqa: ARG002  # our deadline is the round's
         for key in keys:
             self.get(key)
 

@@ -1,0 +1,196 @@
+"""Another trainer rank's end of the session; the sender is a plain socket."""
+
+import socket
+import time
+
+import pytest
+
+from wt_common import PeerLostError, PlanError, RoundTimeoutError, StaleSessionError
+from wt_common.errors import error_to_wire
+from wt_common.session import (
+    Abort,
+    Credit,
+    Enter,
+    FrameDecoder,
+    Go,
+    Position,
+    RoundOutcome,
+    StoreSet,
+    encode_message,
+)
+from wt_trainer import follower as module
+from wt_trainer.connection import Connection
+from wt_trainer.follower import FollowerSession
+
+WAIT_S = 10
+
+
+class Sender:
+    """The socket at the other end."""
+
+    def __init__(self, sock):
+        self.sock = sock
+        self.decoder = FrameDecoder()
+
+    def send(self, *messages):
+        self.sock.sendall(b"".join(map(encode_message, messages)))
+
+    def receive(self):
+        while (message := self.decoder.next()) is None:
+            data = self.sock.recv(65536)
+            if not data:
+                raise EOFError
+            self.decoder.feed(data)
+        return message
+
+
+@pytest.fixture
+def both():
+    """A follower's session and its sender."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    theirs.settimeout(WAIT_S)
+    session = FollowerSession(Connection(ours))
+    yield session, Sender(theirs)
+    session.close()
+    theirs.close()
+
+
+def go(number):
+    return Go(round=number, epoch=1, rank=0, world_size=2, remaining_s=1)
+
+
+def fence(session, sender):
+    """Return once everything that the sender has sent so far is taken."""
+    key = f"fence {time.monotonic()}"
+    sender.send(StoreSet(epoch=99, key=key, value=""))
+    session.store.get(99, key, time.monotonic() + WAIT_S)
+
+
+def test_messages_of_the_round_are_received(both):
+    """What the sender says in the round in progress is there for who asks."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        sender.send(go(1))
+        assert session.received(round_, Go) == go(1)
+        sender.send(Enter(round=1, group=4))
+        round_.wait(lambda: round_.num_entered == 5, lambda: "the fifth group")
+
+
+def test_messages_that_come_before_the_round_are_kept(both):
+    """A sender that is a step ahead is heard: its message waits until this rank begins the round."""
+    session, sender = both
+    sender.send(go(1))
+    fence(session, sender)
+    with session.running(1, WAIT_S) as round_:
+        assert session.received(round_, Go) == go(1)
+
+
+def test_messages_of_the_next_round_are_kept_while_one_ends(both):
+    """What belongs to the next round is not lost where this rank has not quite left the one before."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        sender.send(RoundOutcome(round=1, report={}), go(2))
+        assert session.outcome(round_).report == {}
+        fence(session, sender)
+    with session.running(2, WAIT_S) as round_:
+        assert session.received(round_, Go) == go(2)
+
+
+def test_messages_of_an_earlier_round_do_not_matter(both):
+    """What comes late for a round that is over changes nothing in the next."""
+    session, sender = both
+    with session.running(2, WAIT_S) as round_:
+        sender.send(go(1), Abort(round=1, error=error_to_wire(PlanError("late"))), go(2))
+        assert session.received(round_, Go) == go(2)
+        round_.check()
+
+
+def test_outcome_is_the_senders_word(both):
+    """How a round ended is what the sender says, also when it comes before this rank waits for it."""
+    session, sender = both
+    error = error_to_wire(PlanError("no room"))
+    sender.send(RoundOutcome(round=1, error=error, run_to=3))
+    fence(session, sender)
+    with session.running(1, WAIT_S) as round_:
+        outcome = session.outcome(round_)
+    assert (outcome.error, outcome.report, outcome.run_to) == (error, None, 3)
+
+
+def test_outcome_comes_even_after_a_failure(both):
+    """A rank whose round has failed still waits for the sender's word, so that all ranks raise the same."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        round_.fail(PlanError("ours"))
+        sender.send(RoundOutcome(round=1, error=error_to_wire(PlanError("theirs"))))
+        assert session.outcome(round_).error["message"] == "theirs"
+
+
+def test_outcome_that_does_not_come_is_a_timeout(both, monkeypatch):
+    """A sender that says nothing costs the round's time and a moment more."""
+    monkeypatch.setattr(module, "_OUTCOME_GRACE_S", 0.1)
+    session, _ = both
+    with session.running(1, 0.1) as round_:
+        started = time.monotonic()
+        with pytest.raises(RoundTimeoutError, match="the sender to say how the round ended"):
+            session.outcome(round_)
+    assert time.monotonic() - started < 5
+
+
+def test_abort_fails_the_round_and_is_answered_with_the_position(both):
+    """An abort ends every wait with the sender's error; the answer says how far this rank has run its source."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        round_.begin_parameter(4)
+        sender.send(Abort(round=1, error=error_to_wire(PlanError("no room", param="w"))))
+        with pytest.raises(PlanError, match="no room") as caught:
+            session.received(round_, Go)
+        assert caught.value.param == "w"
+        assert sender.receive() == Position(round=1, index=4)
+        with pytest.raises(PlanError):
+            round_.begin_parameter(5)
+
+
+def test_sender_that_dies_fails_the_round_and_the_next(both):
+    """The end of the connection fails the round in progress and every later one, each with its own number."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        sender.sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerLostError, match="trainer rank 0, the sender, is gone") as caught:
+            session.received(round_, Go)
+        with pytest.raises(PeerLostError):
+            session.outcome(round_)
+    assert (caught.value.rank, caught.value.side, caught.value.round) == (0, "trainer", 1)
+    with session.running(2, WAIT_S) as round_, pytest.raises(PeerLostError) as caught:
+        round_.check()
+    assert caught.value.round == 2
+
+
+def test_own_keys_are_sent_and_the_senders_are_not_sent_back(both):
+    """A rendezvous key set here goes to the sender; one that came from it does not go back."""
+    session, sender = both
+    sender.send(StoreSet(epoch=1, key="theirs", value="AAE="))
+    assert session.store.get(1, "theirs", time.monotonic() + WAIT_S) == b"\x00\x01"
+    session.store.set(1, "ours", b"\x02")
+    assert sender.receive() == StoreSet(epoch=1, key="ours", value="Ag==")
+
+
+def test_messages_are_sent_to_the_sender(both):
+    """What this rank posts goes to the sender."""
+    session, sender = both
+    session.send(Credit(round=1, limit=2))
+    assert sender.receive() == Credit(round=1, limit=2)
+
+
+def test_close_ends_everything(both):
+    """After `close`, which may be called again, the sender sees the end and a round is stale."""
+    session, sender = both
+    session.close()
+    session.close()
+    with pytest.raises(EOFError):
+        sender.receive()
+    with pytest.raises(PeerLostError):
+        session.send(Credit(round=1, limit=1))
+    with session.running(1, WAIT_S) as round_, pytest.raises(StaleSessionError, match="trainer_init again"):
+        round_.check()
