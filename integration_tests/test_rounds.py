@@ -174,10 +174,60 @@ def test_wider_dtype_is_cast(cast: Cast) -> None:
     trainer = cast.trainer(workers, parameters=MANY)
     trainer.call("init")
     trainer.call("set_weights", seed=3)
-    committed(trainer.call("send"))
+    report = committed(trainer.call("send"))
+    assert report["num_cast"] == len(MANY)
+    assert report["num_bytes"] == sum(2 * 64 * 64 for _ in MANY)  # cast by the sender: half the bytes on the wire
     expected = cast.trainer(workers, parameters=narrow)
     expected.call("set_weights", seed=3)
     assert workers[0].call("sums") == expected.call("sums")
+
+
+def test_engines_of_different_dtypes(cast: Cast) -> None:
+    """Where engines want different dtypes, the trainer's own is sent and each worker casts."""
+    narrow = {name: ("bfloat16", shape) for name, (_, shape) in MANY.items()}
+    workers = [*cast.engine(MANY, 1, "wide"), *cast.engine(narrow, 1, "narrow")]
+    trainer = cast.trainer(workers, parameters=MANY)
+    trainer.call("init")
+    trainer.call("set_weights", seed=3)
+    assert committed(trainer.call("send"))["num_cast"] == 0
+    assert workers[0].call("sums") == trainer.call("sums")
+    expected = cast.trainer(workers, parameters=narrow)
+    expected.call("set_weights", seed=3)
+    assert workers[1].call("sums") == expected.call("sums")
+
+
+def test_probe_finds_a_live_session(cast: Cast) -> None:
+    """An init marked probe is refused while a session lives, with its age, and never replaces it."""
+    (worker,) = cast.engine(MANY, 1)
+    trainer = cast.trainer([worker], parameters=MANY)
+    trainer.call("init")
+    committed(trainer.call("send"))
+    info = {
+        "session_address": "127.0.0.1",
+        "session_port": 9,
+        "session_secret": "00",
+        "session": "probe",
+        "schema": [1, 0],
+        "timeout_s": 5.0,
+        "probe": True,
+        "max_group_bytes": 1,
+        "max_group_pieces": 1,
+        "num_buffers": 1,
+    }
+    error = raises(lambda: worker.call("init_weight_transfer_engine", init_info=info))
+    assert error["type"] == "AgreementError"
+    assert "busy" in error["message"]
+    committed(trainer.call("send"))
+
+
+def test_schema_major_that_differs(cast: Cast) -> None:
+    """A worker of another schema major refuses the init, and says which release to install."""
+    (worker,) = cast.engine(MANY, 1)
+    info = {"session_address": "127.0.0.1", "session_port": 9, "session_secret": "00", "session": "s", "timeout_s": 5.0}
+    info |= {"schema": [9, 0], "max_group_bytes": 1, "max_group_pieces": 1, "num_buffers": 1}
+    error = raises(lambda: worker.call("init_weight_transfer_engine", init_info=info))
+    assert error["type"] == "AgreementError"
+    assert "9.0" in error["message"]
 
 
 def test_calls_out_of_order(cast: Cast) -> None:

@@ -40,6 +40,7 @@ class VLLMServer:
             *("--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
             *("--weight-transfer-config", json.dumps({"backend": "wt_gloo"})),
         ]
+        self._log = log
         self._started = time.monotonic()
         with log.open("wb") as stream:
             # A session of its own: Ctrl-C does not reach it, and `__exit__` ends the process group as a whole.
@@ -51,10 +52,9 @@ class VLLMServer:
         """Returns when the server answers: the seconds since its start."""
         while True:
             seconds = time.monotonic() - self._started
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with status {self._process.returncode}")
-            if seconds > START_TIMEOUT_S:
-                raise RuntimeError(f"the server does not answer after {START_TIMEOUT_S} s")
+            if self._process.poll() is not None or seconds > START_TIMEOUT_S:
+                tail = self._log.read_text(errors="replace").splitlines()[-20:]
+                raise RuntimeError("\n".join([*tail, f"the server did not start; it ran for {seconds:.0f} s"]))
             with suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=5).ok:
                     return seconds
@@ -82,15 +82,12 @@ class VLLMServer:
 
     def __exit__(self, *exc: object) -> None:
         try:
-            self._signal(signal.SIGTERM)
+            self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=20)
+                self._process.wait(timeout=10)
         finally:
-            self._signal(signal.SIGKILL)  # whoever of the group is left
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # whoever of its processes is left
 
 
 class Visitor(threading.Thread):

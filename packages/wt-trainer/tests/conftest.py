@@ -1,8 +1,13 @@
 """What the tests of the session share: peers made of plain sockets and the wire's own functions."""
 
+import json
+import os
+import signal
 import socket
 import threading
 import time
+import traceback
+import warnings
 from contextlib import ExitStack
 
 import pytest
@@ -149,6 +154,63 @@ def in_thread():
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive(), "a thread outlived its test"
+
+
+class Forked:
+    """A process forked from this one, which runs `body(report, go_on)`; both are of JSON lines over pipes."""
+
+    def __init__(self, body):
+        from_child, to_parent = os.pipe()
+        from_parent, to_child = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(to_child)  # so that the test's end is the end of `go_on`
+                body(
+                    lambda value: os.write(to_parent, json.dumps(value).encode() + b"\n"),
+                    lambda: os.read(from_parent, 1),
+                )
+            except BaseException:  # noqa: BLE001  # this process must not go on as the tests
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(to_parent)
+        os.close(from_parent)
+        self._from_child = os.fdopen(from_child)
+        self._to_child = to_child
+
+    def told(self):
+        """What it reports next."""
+        return json.loads(self._from_child.readline())
+
+    def go_on(self):
+        os.write(self._to_child, b"x")
+
+    def kill(self):
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+    def close(self):
+        self.kill()
+        self._from_child.close()
+        os.close(self._to_child)
+
+
+@pytest.fixture
+def forked():
+    """Forks processes; they end with the test."""
+    with ExitStack() as stack:
+
+        def fork(body):
+            process = Forked(body)
+            stack.callback(process.close)
+            return process
+
+        yield fork
 
 
 @pytest.fixture

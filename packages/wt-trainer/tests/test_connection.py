@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 import time
-import warnings
 
 import pytest
 
@@ -390,29 +389,31 @@ def test_reader_waits_for_an_idle_peer_and_not_for_half_a_message(pair, monkeypa
 # --- forks -----------------------------------------------------------------------------------------------------
 
 
-def test_forked_child_does_not_keep_a_connection_alive(pair):
-    """A child forked while the connection is open has no copy of it: the peer sees the end when the parent closes."""
-    connection, theirs = pair
-    read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # newer Pythons warn of forks beside threads: that is the case
+@pytest.mark.parametrize("end", ["closes", "is killed"])
+def test_forked_child_does_not_keep_a_connection_alive(listener, forked, end):
+    """A child forked while the connection is open has no copy of it: the peer sees the end when the parent is done."""
+
+    def parent(report, go_on):
+        connection = Connection(socket.create_connection(listener.getsockname()))
         child = os.fork()
-    if child == 0:
-        os.write(write_end, b"x")
-        signal.pause()
-        os._exit(0)
-    try:
-        assert os.read(read_end, 1) == b"x"
+        if child == 0:
+            signal.pause()
+        report(child)
+        go_on()
         connection.close()
+        signal.pause()
+
+    process = forked(parent)
+    theirs, _ = listener.accept()
+    with theirs:
+        theirs.settimeout(WAIT_S)
+        child = process.told()
+        if end == "closes":
+            process.go_on()
+        else:
+            process.kill()
         assert theirs.recv(1) == b""
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child is gone, so this shows nothing"
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(read_end)
-        os.close(write_end)
+    os.kill(child, signal.SIGKILL)  # raises if the child is gone, and the test has shown nothing
 
 
 # --- connect ---------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import signal
 import socket
 import threading
 import time
-import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -260,7 +260,7 @@ def test_thousand_silent_connections_do_not_keep_a_peer_out(session, dial, join)
         except EOFError:  # full; a worker comes again, too
             assert time.monotonic() - started < 5, "the peer was kept out"
             time.sleep(0.05)
-    assert 0 < most <= module._MAX_PENDING_HANDSHAKES
+    assert 0 < most <= 64
     assert all(stranger.at_end() for stranger in strangers)
 
 
@@ -315,6 +315,21 @@ def test_peer_is_let_in_and_listed(session, join):
     assert peer.key == ("worker", "e1", 1)
     assert (peer.is_worker, peer.hello.open, peer.hello.poisoned, peer.lost) == (True, True, True, None)
     assert session.followers == []
+
+
+def test_peer_may_send_large_messages(session, join):
+    """Once it has proved itself a peer may send more than a stranger, as a rendezvous or metadata need it."""
+    peer, other = (join(session, rank=rank, size=2) for rank in range(2))
+    other.decoder.max_bytes = MAX_FRAME_BYTES
+    message = StoreSet(epoch=1, key="k" * 2 * MAX_UNAUTHENTICATED_FRAME_BYTES, value="")
+    peer.send(message)
+    assert other.receive() == message
+
+
+def test_hello_may_be_large(session, join):
+    """The hello comes after the proof, and may be larger than what a stranger may send."""
+    join(session, versions={"k": "v" * MAX_UNAUTHENTICATED_FRAME_BYTES})
+    assert len(session.workers) == 1
 
 
 def test_listener_proves_itself(session, dial):
@@ -806,28 +821,35 @@ def test_address_without_a_known_host_can_be_listened_on(hosts):
 # --- forks -----------------------------------------------------------------------------------------------------
 
 
-def test_forked_child_keeps_neither_connections_nor_the_port(session, join):
+@pytest.mark.parametrize("end", ["closes", "is killed"])
+def test_forked_child_keeps_neither_connections_nor_the_port(forked, dial, hello, end):
     """A child forked while the session is open does not keep it alive: peers see the end, the port is free again."""
-    peer = join(session)
-    read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # newer Pythons warn of forks beside threads: that is the case
+
+    def parent(report, go_on):
+        session = Session("127.0.0.1")
+        report([session.port, session.secret, session.id])
+        go_on()
         child = os.fork()
-    if child == 0:
-        os.write(write_end, b"x")
-        signal.pause()
-        os._exit(0)
-    try:
-        assert os.read(read_end, 1) == b"x"
+        if child == 0:
+            signal.pause()
+        report(child)
+        go_on()
         session.close()
-        assert peer.at_end()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", session.port), timeout=WAIT_S)
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child is gone, so this shows nothing"
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(read_end)
-        os.close(write_end)
+        signal.pause()
+
+    process = forked(parent)
+    port, secret, session_id = process.told()
+    peer = dial(SimpleNamespace(port=port))
+    peer.authenticate(secret, session_id)
+    peer.send(hello())
+    peer.receive(Accepted)
+    process.go_on()
+    child = process.told()
+    if end == "closes":
+        process.go_on()
+    else:
+        process.kill()
+    assert peer.at_end()
+    with pytest.raises(ConnectionRefusedError):
+        dial(SimpleNamespace(port=port))
+    os.kill(child, signal.SIGKILL)  # raises if the child is gone, and the test has shown nothing

@@ -203,11 +203,16 @@ class Refused(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Message):
-    """C: the update call has arrived on this worker. `knows_metadata` is False when the sender must send it."""
+    """C: the update call has arrived on this worker. `knows_metadata` is False when the sender must send it.
+
+    When it is True, the model has a place for everything, and `casts` names the dtype in which it holds a parameter whose
+    declared dtype is another floating one.
+    """
 
     type = "ready"
     round: int
     knows_metadata: bool
+    casts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +241,7 @@ class Go(Message):
     """L: transfer now. `rank` of `world_size` is this peer's place in communicator `epoch`, made anew when the epoch is new.
 
     A trainer rank that sends is rank 0 of a communicator of its own with all workers, one per root named in the metadata.
+    `casts` names the dtype on the wire of each parameter that is not sent in its declared one.
 
     `remaining_s` is what is left of the round's deadline when L sends this.
     """
@@ -246,6 +252,7 @@ class Go(Message):
     rank: int
     world_size: int
     remaining_s: float
+    casts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

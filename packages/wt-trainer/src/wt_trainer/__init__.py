@@ -4,7 +4,7 @@ Importing this is cheap: no CUDA initialisation, no `requests`, no DTensor, no b
 """
 
 from wt_common import Outcome, WeightTransferError
-from wt_trainer.client import HTTPVLLMWeightSyncClient, VLLMWeightSyncClient
+from wt_trainer.client import HTTPVLLMWeightSyncClient, RayVLLMWeightSyncClient, VLLMWeightSyncClient
 from wt_trainer.engine import TrainerInitInfo, TrainerWeightTransferEngine
 from wt_trainer.factory import WeightTransferTrainerFactory
 from wt_trainer.init_infos import GlooTrainerInitInfo
@@ -24,6 +24,7 @@ __all__ = [
     "ModuleSource",
     "Outcome",
     "ParamMeta",
+    "RayVLLMWeightSyncClient",
     "Replicate",
     "Shard",
     "TrainerInitInfo",

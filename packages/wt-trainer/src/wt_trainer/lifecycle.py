@@ -53,11 +53,17 @@ from wt_trainer.round import Round
 from wt_trainer.session import Peer, Session, local_address_towards
 from wt_trainer.source import WeightSource
 
-__all__ = ["SessionTrainerEngine"]
+__all__ = ["POISONED_SUFFIX", "SessionTrainerEngine"]
+
+POISONED_SUFFIX = "+poisoned"
+"""Behind the old version in the label of an engine whose model a failed round left half-written."""
 
 logger = logging.getLogger(__name__)
 
-_ENDED_GRACE_S = 0.8  # for workers to say how a failed round left them; a round must raise within 1 s of its deadline
+# A failed round raises within 1 s of its deadline, whoever is frozen. Of that, at most:
+_ENDED_GRACE_S = 0.8  # for workers to say how it left them (less where the deadline has passed)
+_LATE_GRACE_S = 0.3
+_LABEL_S = 0.2  # for the servers to take the label of a poisoned model
 
 TInfo = TypeVar("TInfo", bound=TrainerInitInfo)
 
@@ -80,6 +86,9 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
     needs: ClassVar[str | None] = "iter_full"
     """The source's iterator that this engine runs; None for a delta engine, which takes no source."""
 
+    supports_draft_weight_update: ClassVar[bool] = True
+    """Whether the backend can update a speculative draft model, within `client.draft()`."""
+
     def __init__(self, init_info: TInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
         self.init_info = init_info
@@ -90,7 +99,8 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         self._following: FollowerSession | None = None  # on every other rank
         self._round_number = 0
         self._epoch = 0
-        self._metadata: RoundMetadata | None = None
+        self._metadata: dict[WeightSource, RoundMetadata] = {}
+        self._round_source = source
         self._warned_unpaused = False
         self._check_open = True  # whether a worker may have an update open: until a round has ended well
 
@@ -152,6 +162,10 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 session.notify(session.followers, RoundOutcome(round=0, error=error_to_wire(_as_ours(exc))))
                 raise
             session.send(session.followers, RoundOutcome(round=0, report={}))
+            if any(peer.hello.poisoned for peer in session.workers) and self._control is not None:
+                _mark_poisoned(
+                    self._control
+                )  # an earlier trainer's round left a model so, and that trainer may be dead
         logger.debug("%s: %r, workers %s", self.backend, session, [str(peer) for peer in session.workers])
 
     def _follow(self) -> None:
@@ -218,25 +232,41 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
 
     # --- a round -------------------------------------------------------------------------------------------
 
-    def send_weights(self, *, weight_version: str | None = None) -> TransferReport:
+    def send_weights(self, *, weight_version: str | None = None, source: WeightSource | None = None) -> TransferReport:
         """Every worker has the source's current weights, and publishes them as `weight_version` (None is the round's number).
 
         Called on every trainer rank; returns or raises the same on all. Tensors are read after the caller's current stream has
-        reached this call, and not after it returns.
+        reached this call, and not after it returns. Inside `client.draft()` the weights go to the speculative draft model, and no
+        version is published.
+
+        Args:
+            weight_version: the label that the engines publish.
+            source: what to send in this round instead of the engine's own source, such as the draft model's weights.
 
         Raises:
+            ConfigurationError: this backend cannot update draft models; nothing was called.
             WeightTransferError: the round failed. `outcome` says how it left the models: `unchanged` (send again),
                 `poisoned` (only a full round repairs them), `committed` (installed, but a later call failed).
         """
         if self._session is None and self._following is None:
             raise StaleSessionError("shut down; call trainer_init again", side=Side.TRAINER, backend=self.backend)
+        is_draft = bool(getattr(self.client, "is_draft", False))
+        if is_draft and not self.supports_draft_weight_update:
+            raise ConfigurationError(
+                f"backend {self.backend!r} cannot update draft models; use a broadcast backend for them",
+                side=Side.TRAINER,
+                backend=self.backend,
+            )
+        if source is not None:
+            self._check_source(source)
+        self._round_source = source or self.source
         self._round_number += 1
-        version = str(self._round_number) if weight_version is None else weight_version
+        version = None if is_draft else weight_version or str(self._round_number)
         report = self._lead(self._session, version) if self._session else self._take_part()
         logger.info("%s: %s", self.backend, report)
         return report
 
-    def _lead(self, session: Session, version: str) -> TransferReport:
+    def _lead(self, session: Session, version: str | None) -> TransferReport:
         """The round, on the sender."""
         with self._bounded_calls(), session.running(self._round_number, self._timeout_s) as round_:
             try:
@@ -251,6 +281,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                     elapsed_s=round_.elapsed_s,
                     outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
                 )
+                self._label_poisoned(round_, error)
                 run_to = _last_begun(session, round_)
                 outcome = RoundOutcome(round=round_.number, error=error_to_wire(error), run_to=run_to)
                 session.notify(session.followers, outcome)
@@ -268,7 +299,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         assert session is not None  # send_weights has checked
         with session.running(self._round_number, self._timeout_s) as round_:
             try:
-                self._assist(session, round_)
+                self._assist(session, round_, self._round_metadata())
                 self._end_transfer(failed=False)
             except BaseException as exc:
                 error = _as_ours(exc).fill(side=Side.TRAINER, rank=self.rank)
@@ -307,7 +338,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             started = time.monotonic()
         round_.seconds["resume"] = time.monotonic() - started
 
-    def _run(self, session: Session, round_: Round, version: str) -> TransferReport:
+    def _run(self, session: Session, round_: Round, version: str | None) -> TransferReport:
         """The round between pause and resume. Whatever ends it early, the peers hear so, and `round_.outcome` is set."""
         try:
             return self._drive(session, round_, version)
@@ -320,7 +351,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 raise
             raise error from exc
 
-    def _drive(self, session: Session, round_: Round, version: str) -> TransferReport:
+    def _drive(self, session: Session, round_: Round, version: str | None) -> TransferReport:
         workers = session.workers
         with round_.timed("start"):
             if self._check_open:
@@ -331,13 +362,13 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             metadata = self._round_metadata()
             info = {"session": session.id, "round": round_.number, "metadata_digest": metadata.digest}
             call = round_.run("update_weights", lambda: self.client.update_weights(info))
-            self._agree_on_metadata(session, round_, workers, metadata)
-            num_bytes = self._transmit(session, round_)
+            casts = self._agree_on_metadata(session, round_, workers, metadata)
+            num_bytes = self._transmit(session, round_, metadata, casts)
             installed = round_.collect(Installed, workers)
             call.join()
         with round_.timed("finish"):
             takes_version = _takes_argument(self.client.finish_weight_update)
-            arguments = (version,) if takes_version else ()
+            arguments = (version,) if takes_version and version is not None else ()
             call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
             round_.collect(Finishing, workers)
             with round_.changed:
@@ -356,14 +387,21 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             outcome=Outcome.COMMITTED,
             backend=self.backend,
             num_parameters=len(metadata.names),
+            num_cast=len(casts),
             num_bytes=num_bytes,
             seconds={},
             workers=tuple(_worker_report(peer, installed[peer.key]) for peer in workers),
             notes=tuple(notes),
         )
 
-    def _agree_on_metadata(self, session: Session, round_: Round, workers: list[Peer], metadata: RoundMetadata) -> None:
-        """Every worker is in its update call and has checked the metadata against its model."""
+    def _agree_on_metadata(
+        self, session: Session, round_: Round, workers: list[Peer], metadata: RoundMetadata
+    ) -> dict[str, str]:
+        """Every worker is in its update call and has checked the metadata against its model.
+
+        Returns:
+            The dtype on the wire of each parameter that all workers hold in one dtype, other than the declared.
+        """
         ready = round_.collect(Ready, workers)
         unknowing = [peer for peer in workers if not ready[peer.key].knows_metadata]
         if unknowing:
@@ -371,7 +409,9 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 for peer in unknowing:
                     del round_.posts[Ready][peer.key]
             session.send(unknowing, metadata.message(round_.number))
-            round_.collect(Ready, workers)
+            ready = round_.collect(Ready, workers)
+        first, *others = (post.casts for post in ready.values())
+        return {name: dtype for name, dtype in first.items() if all(other.get(name) == dtype for other in others)}
 
     def _settle(self, session: Session, round_: Round, error: WeightTransferError) -> None:
         """Tell every peer that the round is over, and find out how that left the workers."""
@@ -389,7 +429,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                     all(peer.key in ended or peer.lost for peer in workers)
                     and all(peer.key in positions or peer.lost for peer in session.followers)
                 ),
-                min(_ENDED_GRACE_S, round_.remaining_s + _ENDED_GRACE_S / 2),
+                min(_ENDED_GRACE_S, round_.remaining_s + _LATE_GRACE_S),
             )
             if round_.outcome is None:
                 touched = any(self._may_be_touched(round_, ended.get(peer.key)) for peer in workers)
@@ -400,11 +440,27 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
         return ended.touched if isinstance(ended, Ended) else round_.num_entered > 0
 
+    def _label_poisoned(self, round_: Round, error: WeightTransferError) -> None:
+        """The servers publish `<old>+poisoned` where they can; else the error says that they still publish the old label."""
+        if round_.outcome is not Outcome.POISONED:
+            return
+        try:
+            if self._control is None:
+                raise ConfigurationError("the client cannot set it")
+            with self._control.bounded(_LABEL_S):
+                _mark_poisoned(self._control)
+        except WeightTransferError as exc:
+            error.add_note(f"label not set: the engines publish the version from before ({exc})")
+            logger.error("the models are poisoned, and the label could not be set: %s", exc)  # noqa: TRY400
+
     def _round_metadata(self) -> RoundMetadata:
-        if self._metadata is None:
-            assert self.source is not None  # checked in trainer_init
-            self._metadata = RoundMetadata.of(self.source, self._ranks.count)
-        return self._metadata
+        """The metadata of the round's source; computed once for each source."""
+        source = self._round_source
+        if source is None:
+            raise ConfigurationError(f"{type(self).__name__} sends the whole model: pass a WeightSource as source=")
+        if source not in self._metadata:
+            self._metadata[source] = RoundMetadata.of(source, self._ranks.count)
+        return self._metadata[source]
 
     @contextmanager
     def _bounded_calls(self) -> Iterator[None]:
@@ -426,11 +482,15 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """The backend's own fields of the init info."""
 
     @abstractmethod
-    def _transmit(self, session: Session, round_: Round) -> int:
-        """On the sender: send the round's bytes, and return how many all ranks send; our tensors are no longer read then."""
+    def _transmit(self, session: Session, round_: Round, metadata: RoundMetadata, casts: dict[str, str]) -> int:
+        """On the sender: send the round's bytes, cast as `casts` says; our tensors are no longer read when it returns.
+
+        Returns:
+            How many bytes all data senders send together.
+        """
 
     @abstractmethod
-    def _assist(self, session: FollowerSession, round_: Round) -> None:
+    def _assist(self, session: FollowerSession, round_: Round, metadata: RoundMetadata) -> None:
         """On every other rank: run the source in step with the sender, and send what this rank is the root of."""
 
     def _run_source_to(self, index: int) -> None:
@@ -460,6 +520,15 @@ def _last_begun(session: Session, round_: Round) -> int:
     if not followers or round_.stopped or None in positions:
         return -1
     return max(round_.begun, *(position.index for position in positions if isinstance(position, Position)))
+
+
+def _mark_poisoned(control: ServingControl) -> None:
+    """The servers' label says that their weights are no trainer's."""
+    version = control.weight_version()
+    if version is None:
+        raise ConfigurationError("the servers publish no label, or different ones")
+    if not version.endswith(POISONED_SUFFIX):
+        control.set_weight_version(version + POISONED_SUFFIX)
 
 
 def _error_phase(phase: str) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
 
 from wt_common import PlanError, Side
 from wt_common.session import Metadata, metadata_digest
@@ -59,6 +62,16 @@ class RoundMetadata:
             sizes_bytes=tuple(meta.num_bytes for meta in metas),
             roots=tuple(0 if meta.owners is None or 0 in meta.owners else meta.owners[0] for meta in metas),
         )
+
+    def cast(self, casts: dict[str, str]) -> RoundMetadata:
+        """These parameters in the dtypes that `casts` names."""
+        if not casts:
+            return self
+        dtype_names = tuple(casts.get(name, dtype) for name, dtype in zip(self.names, self.dtype_names, strict=True))
+        sizes_bytes = tuple(
+            prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in zip(self.shapes, dtype_names, strict=True)
+        )
+        return replace(self, dtype_names=dtype_names, sizes_bytes=sizes_bytes)
 
     def message(self, round_number: int) -> Metadata:
         """It as the session carries it."""

@@ -35,6 +35,7 @@ class TransferReport:
         outcome: `committed`; a round that ends otherwise raises.
         backend: registry name of the backend.
         num_parameters: parameters sent.
+        num_cast: of these, how many the sender cast to the workers' dtype (float32 master weights to bfloat16, say).
         num_bytes: bytes sent once on the wire by the data senders together (each worker receives as many).
         seconds: wall seconds per phase on the sender (`pause`, `start`, `update`, `finish`, `resume`), and `total`.
         workers: one entry per worker rank.
@@ -46,6 +47,7 @@ class TransferReport:
     outcome: Outcome
     backend: str
     num_parameters: int
+    num_cast: int
     num_bytes: int
     seconds: dict[str, float]
     workers: tuple[WorkerReport, ...]

@@ -239,9 +239,9 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 raise IntegrityError(
                     f"metadata: expected digest {info.metadata_digest[:12]}, got {digest[:12]}", side=Side.WORKER
                 )
-        installer.check(metadata)
+        casts = installer.check(metadata) or {}
         self._metadata[id(self.model)] = (digest, metadata)
-        session.send(Ready(round=round_.number, knows_metadata=True))
+        session.send(Ready(round=round_.number, knows_metadata=True, casts=casts))
         return metadata
 
     def _fail_round(self, session: WorkerSession, round_: Round, exc: BaseException, *, stays_open: bool) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from wt_common import RoundTimeoutError, Side, WeightTransferError
-from wt_common.session import Message
+from wt_common.session import Committed, Message
 
 __all__ = ["Round"]
 
@@ -38,9 +38,9 @@ class Round:
         self.seconds: dict[str, float] = {}
 
     def fail(self, error: WeightTransferError, *, told: bool = False) -> None:
-        """End every wait of this round with `error`; only the first failure counts."""
+        """End every wait of this round with `error`; only the first failure counts, and none after the verdict."""
         with self.changed:
-            if self.failure is None:
+            if self.failure is None and Committed not in self.posts:
                 self.failure, self.told = error.fill(round=self.number), told
             self.changed.notify_all()
 

@@ -53,7 +53,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         super().__init__(init_info, **kwargs)
         self._channel: GlooChannel | None = None
         self._staging: list[torch.Tensor] = []
-        self._groups: tuple[Group, ...] | None = None
+        self._groups: tuple[RoundMetadata | None, tuple[Group, ...]] = (None, ())
         self._stream: _CheckedStream | None = None
 
     def _init_fields(self) -> dict[str, Any]:
@@ -63,8 +63,9 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             "num_buffers": self.init_info.packed_num_buffers,
         }
 
-    def _transmit(self, session: Session, round_: Round) -> int:
-        groups, workers = self._plan(), session.workers
+    def _transmit(self, session: Session, round_: Round, metadata: RoundMetadata, casts: dict[str, str]) -> int:
+        wire = metadata.cast(casts)
+        groups, workers = self._plan(wire), session.workers
         roots = {group.root for group in groups}
         if self._channel is None:
             self._epoch += 1
@@ -74,27 +75,30 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             rank=0,
             world_size=1 + len(workers),
             remaining_s=round_.remaining_s,
+            casts=casts,
         )
         session.send((peer for peer in session.followers if peer.hello.rank in roots), go)
         for index, peer in enumerate(workers):
             session.send([peer], replace(go, rank=1 + index))
         pipeline = _Pipeline(round_, groups, self.rank)
         self._start_sending(round_, lambda: self._conduct(session, round_, pipeline, go))
-        self._feed(round_, pipeline)
+        self._feed(round_, pipeline, metadata, wire)
         pipeline.wait_sent(pipeline.num_own)
         round_.wait(lambda: round_.num_entered == len(groups), lambda: "the other senders")
-        return sum(self._round_metadata().sizes_bytes)
+        return sum(wire.sizes_bytes)
 
-    def _assist(self, session: FollowerSession, round_: Round) -> None:
-        groups = self._plan()
-        pipeline = _Pipeline(round_, groups, self.rank)
-        if pipeline.num_own:
-            go = session.received(round_, Go)
-            if go.epoch != self._epoch:
-                self._channel = None
-                self._epoch = go.epoch
-            self._start_sending(round_, lambda: self._play(session, round_, pipeline, go))
-        self._feed(round_, pipeline)
+    def _assist(self, session: FollowerSession, round_: Round, metadata: RoundMetadata) -> None:
+        if self.rank not in metadata.roots:
+            self._feed(round_, _Pipeline(round_, (), self.rank), metadata, metadata)
+            return
+        go = session.received(round_, Go)
+        if go.epoch != self._epoch:
+            self._channel = None
+            self._epoch = go.epoch
+        wire = metadata.cast(go.casts)
+        pipeline = _Pipeline(round_, self._plan(wire), self.rank)
+        self._start_sending(round_, lambda: self._play(session, round_, pipeline, go))
+        self._feed(round_, pipeline, metadata, wire)
         pipeline.wait_sent(pipeline.num_own)
 
     def _run_source_to(self, index: int) -> None:
@@ -109,24 +113,27 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
                 self._channel.close()
                 self._channel = None
 
-    def _plan(self) -> tuple[Group, ...]:
-        if self._groups is None:
-            metadata, fields = self._round_metadata(), self._init_fields()
-            self._groups = plan_groups(
-                metadata.sizes_bytes,
+    def _plan(self, wire: RoundMetadata) -> tuple[Group, ...]:
+        planned_for, groups = self._groups
+        if planned_for != wire:
+            fields = self._init_fields()
+            groups = plan_groups(
+                wire.sizes_bytes,
                 max_bytes=fields["max_group_bytes"],
                 max_pieces=fields["max_group_pieces"],
-                roots=metadata.roots,
+                roots=wire.roots,
             )
-        return self._groups
+            self._groups = (wire, groups)
+        return groups
 
     # --- the calling thread ------------------------------------------------------------------------------------
 
-    def _feed(self, round_: Round, pipeline: _Pipeline) -> None:
+    def _feed(self, round_: Round, pipeline: _Pipeline, metadata: RoundMetadata, wire: RoundMetadata) -> None:
         """Run the source, which only the calling thread may, and make ready the bytes of each group that this rank sends."""
-        assert self.source is not None  # checked in trainer_init
+        source = self._round_source
+        assert source is not None  # its metadata were taken
         num_buffers = self.init_info.packed_num_buffers
-        self._stream = stream = _CheckedStream(self.source, self._round_metadata(), self.rank, round_)
+        self._stream = stream = _CheckedStream(source, metadata, wire, self.rank, round_)
         for count, (number, group) in enumerate(pipeline.own):
             pipeline.wait_sent(count - num_buffers + 1)
             if len(group.pieces) == 1:
@@ -135,8 +142,8 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             else:
                 buffer = self._staging_buffer(count % num_buffers)[: group.num_bytes]
                 for piece in group.pieces:
-                    source = stream.bytes_of(piece.index)[piece.start : piece.start + piece.num_bytes]
-                    buffer[piece.offset : piece.offset + piece.num_bytes].copy_(source)
+                    data = stream.bytes_of(piece.index)[piece.start : piece.start + piece.num_bytes]
+                    buffer[piece.offset : piece.offset + piece.num_bytes].copy_(data)
             round_.check(lambda: f"the source to reach {stream.current!r}")
             pipeline.mark_ready(number, buffer)
         stream.finish()
@@ -259,12 +266,15 @@ class _Pipeline:
 
 
 class _CheckedStream:
-    """The parameters that this rank's source yields, each checked against the metadata before a byte of it is used."""
+    """The parameters that this rank's source yields, each checked against `metadata` and cast to its dtype in `wire`."""
 
-    def __init__(self, source: WeightSource, metadata: RoundMetadata, rank: int, round_: Round) -> None:
+    def __init__(
+        self, source: WeightSource, metadata: RoundMetadata, wire: RoundMetadata, rank: int, round_: Round
+    ) -> None:
         owned = set(source.owned_names(rank))
         self._round = round_
         self._metadata = metadata
+        self._wire = wire
         self._expected = [index for index, name in enumerate(metadata.names) if name in owned]
         self._items: Iterator[tuple[str, torch.Tensor]] = iter(source.iter_full())
         self._position = -1
@@ -324,7 +334,9 @@ class _CheckedStream:
                 f"parameter {name!r}: the metadata declares {dtype_name} {list(shape)}, the source yields "
                 f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}",
             )
-        self._flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        # Cast where the tensor is, then move: half the bytes to move where float32 becomes bfloat16.
+        cast = tensor.detach().to(getattr(torch, self._wire.dtype_names[index])).to("cpu")
+        self._flat = cast.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _plan_error(name: str, message: str) -> PlanError:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _DEV_MODE_HINT = "start the server with VLLM_SERVER_DEV_MODE=1, which is what enables its RL routes"
 _READ_GRACE_S = 0.2  # past a call's time, for its threads to raise their own error, which says more than ours
-_LATE_RESUME_S = 0.5  # past the deadline: a round that fails there must raise within a second of it
+_LATE_RESUME_S = 0.3  # past the deadline: a round that fails there must raise within a second of it
 _MAX_ERROR_CHARS = 2000  # of a server's reply in our error; a worker's traceback fits
 
 
@@ -75,6 +75,7 @@ class HTTPVLLMWeightSyncClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._tls: dict[str, Any] = {"verify": verify, "cert": cert}
+        self.is_draft = False
         self._deadline: float | None = None
 
     def __repr__(self) -> str:
@@ -87,8 +88,17 @@ class HTTPVLLMWeightSyncClient:
         self._post_all("/init_weight_transfer_engine", json={"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Open an update on every server."""
-        self._post_all("/start_weight_update")
+        """Open an update on every server, of the draft model within `draft()`."""
+        self._post_all("/start_draft_weight_update" if self.is_draft else "/start_weight_update")
+
+    @contextmanager
+    def draft(self) -> Iterator[None]:
+        """Within it, updates go to the servers' speculative draft model; the version they publish stays."""
+        self.is_draft = True
+        try:
+            yield
+        finally:
+            self.is_draft = False
 
     def update_weights(self, update_info: UpdatePayload) -> None:
         """Have every server's workers receive; returns when all have received."""

@@ -40,7 +40,10 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
     def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, installer: Installer) -> int:
         info = self._init_info
         assert info is not None  # receiving follows an init
-        dtypes = [getattr(torch, name) for name in metadata.dtype_names]
+        dtypes = [
+            getattr(torch, go.casts.get(name, dtype_name))
+            for name, dtype_name in zip(metadata.names, metadata.dtype_names, strict=True)
+        ]
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(metadata.shapes, dtypes, strict=True)]
         groups = plan_groups(
             sizes,

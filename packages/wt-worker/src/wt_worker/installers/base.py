@@ -44,8 +44,12 @@ class Installer(Protocol):
     check_cover: bool
     """Whether something installed in part only is refused. Off for tests that withhold a parameter on purpose."""
 
-    def check(self, metadata: Metadata) -> None:
+    def check(self, metadata: Metadata) -> dict[str, str]:
         """The model has a place for every parameter that `metadata` announces, as far as can be told before a load.
+
+        Returns:
+            By name, the dtype in which the model holds a parameter that `metadata` declares in another floating dtype, as
+            far as that is known. What arrives in the declared dtype all the same is cast when it is installed.
 
         Raises:
             PlanError: it has not; the text names the parameter. Nothing was touched.

@@ -24,8 +24,9 @@ class ModuleInstaller:
         self._targets = dict(model.named_parameters(remove_duplicate=False))
         self._written: set[str] = set()
 
-    def check(self, metadata: Metadata) -> None:
-        """Every name has a parameter of its shape, and every parameter a name. Raises PlanError."""
+    def check(self, metadata: Metadata) -> dict[str, str]:
+        """Every name has a parameter of its shape, every parameter a name; returns the dtypes that differ. Raises PlanError."""
+        casts = {}
         for name, dtype_name, shape in zip(metadata.names, metadata.dtype_names, metadata.shapes, strict=True):
             target = self._targets.get(name)
             if target is None:
@@ -39,11 +40,14 @@ class ModuleInstaller:
                 raise _plan_error(name, f"parameter {name!r}: torch has no dtype {dtype_name!r}")
             if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
                 raise _plan_error(name, f"parameter {name!r}: the model has {target.dtype}, the trainer sends {dtype}")
+            if dtype != target.dtype:
+                casts[name] = str(target.dtype).rpartition(".")[2]
         missing = self._not_covered(metadata.names)
         if missing and self.check_cover:
             raise _plan_error(
                 missing[0], f"the trainer does not send {len(missing)} of the model's parameters: {missing[:5]}"
             )
+        return casts
 
     def begin(self) -> None:
         """Nothing is written yet."""

@@ -1,0 +1,967 @@
+"""The life of a built-in engine on a worker rank, against a sender that the test scripts; only the transfer is a fake."""
+
+import logging
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wt_common import (
+    SCHEMA,
+    AgreementError,
+    ConfigurationError,
+    IntegrityError,
+    PeerLostError,
+    PlanError,
+    RoundTimeoutError,
+    StaleSessionError,
+    TransportError,
+)
+from wt_common.broadcast import SessionInitInfo, SessionUpdateInfo
+from wt_common.errors import error_from_wire, error_to_wire
+from wt_common.session import (
+    Abort,
+    AskState,
+    Committed,
+    Ended,
+    Failed,
+    Finishing,
+    Go,
+    Installed,
+    Leave,
+    Metadata,
+    Ready,
+    Refused,
+    State,
+    metadata_digest,
+)
+from wt_worker import WeightTransferConfig
+from wt_worker.lifecycle import SessionWeightTransferEngine
+
+WAIT_S = 10
+NAMES, DTYPES, SHAPES = ["a", "b"], ["float32", "int8"], [[2], [3]]
+DIGEST = metadata_digest((name, dtype, tuple(shape), 0) for name, dtype, shape in zip(NAMES, DTYPES, SHAPES, strict=True))
+
+
+# --- what takes part -------------------------------------------------------------------------------------------
+
+
+class ToyEngine(SessionWeightTransferEngine[SessionInitInfo]):
+    """A backend whose transfer installs ones; a test may have it do `before` any byte and `between` the two parameters."""
+
+    init_info_cls = SessionInitInfo
+    names = tuple(NAMES)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ended = []
+        self.before = self.between = lambda round_: None
+
+    def _receive(self, session, round_, go, metadata, installer):
+        self.go, self.metadata = go, metadata
+        self.before(round_)
+        for index, name in enumerate(self.names):
+            if index:
+                self.between(round_)
+            installer.install([(name, torch.ones_like(self.model.get_parameter(name)))])
+        return 11
+
+    def _end_transfer(self, *, failed):
+        self.ended.append(failed)
+
+
+class Books:
+    """What vLLM's worker does around an engine: it knows whether an update is open, and refuses calls out of order."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.open = False
+
+    def init(self, init_info):
+        self.engine.init_transfer_engine(self.engine.parse_init_info(init_info))
+
+    def start(self):
+        if self.open:
+            raise RuntimeError("start while an update is open")
+        self.engine.start_weight_update()
+        self.open = True
+
+    def update(self, number, session=None, digest=DIGEST):
+        if not self.open:
+            raise RuntimeError("update without a start")
+        info = {"session": session or self.engine._session.id, "round": number, "metadata_digest": digest}
+        try:
+            self.engine.update_weights(info)
+        except BaseException:
+            self.open = False
+            raise
+
+    def finish(self):
+        if not self.open:
+            raise RuntimeError("finish without a start")
+        self.engine.finish_weight_update()
+        self.open = False
+
+
+def metadata_of(number, **fields):
+    return Metadata(**{"round": number, "names": NAMES, "dtype_names": DTYPES, "shapes": SHAPES, **fields})
+
+
+def go(number, remaining_s=WAIT_S):
+    return Go(round=number, epoch=1, rank=1, world_size=2, remaining_s=remaining_s)
+
+
+def abort(number, error):
+    return Abort(round=number, error=error_to_wire(error))
+
+
+def state(peer):
+    """(open, poisoned), as the worker answers."""
+    peer.send(AskState(round=0))
+    answer = peer.receive(State)
+    return answer.open, answer.poisoned
+
+
+def failure(peer):
+    """The error that the worker says it failed with, and whether its model was touched: `Failed`, then `Ended`."""
+    failed = peer.receive(Failed)
+    ended = peer.receive(Ended)
+    assert failed.round == ended.round
+    return error_from_wire(failed.error), ended.touched
+
+
+class Rank:
+    """A worker rank, and the sender's end of its session."""
+
+    def __init__(self, books, sender, in_thread):
+        self.books = books
+        self.engine = books.engine
+        self.sender = sender
+        self._in_thread = in_thread
+
+    def join(self, sender=None, reply=None, **fields):
+        """Init with `sender`, which takes the hello."""
+        sender = sender or self.sender
+        init = self.call(lambda: self.books.init(sender.info(dict, **fields)))
+        peer = sender.accept(reply)
+        init.value()
+        self.peer = peer
+        return peer
+
+    def call(self, call):
+        return self._in_thread(call)
+
+    def begin(self, number, until=Go, **options):
+        """Start a round and begin its update; the sender has said everything up to `until`. Returned is the call."""
+        if not self.books.open:
+            self.books.start()
+        updating = self.call(lambda: self.books.update(number, **options))
+        if until is not None:
+            if not self.peer.receive(Ready).knows_metadata:
+                self.peer.send(metadata_of(number))
+                assert self.peer.receive(Ready).knows_metadata
+            if until is Go:
+                self.peer.send(go(number))
+        return updating
+
+    def update(self, number):
+        """A good update, up to its `Installed`, which is returned."""
+        updating = self.begin(number)
+        installed = self.peer.receive(Installed)
+        updating.value()
+        return installed
+
+    def finish(self, number):
+        """A good finish."""
+        finishing = self.call(self.books.finish)
+        assert self.peer.receive(Finishing).round == number
+        self.peer.send(Committed(round=number))
+        finishing.value()
+
+
+@pytest.fixture
+def make_rank(sender, in_thread):
+    """Makes worker ranks, each with a model of its own; they shut down with the test."""
+    engines = []
+
+    def make(rank=0, size=1, instance_id="e0", **parallel):
+        model = torch.nn.Module()
+        model.register_parameter("a", torch.nn.Parameter(torch.zeros(2), requires_grad=False))
+        model.register_parameter("b", torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False))
+        parallel_config = SimpleNamespace(rank=rank, world_size=size, **{"data_parallel_index": 0, **parallel})
+        vllm_config = SimpleNamespace(parallel_config=parallel_config, model_config="own", instance_id=instance_id)
+        engine = ToyEngine(WeightTransferConfig(backend="toy"), vllm_config, torch.device("cpu"), model)
+        engines.append(engine)
+        return Rank(Books(engine), sender, in_thread)
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.fixture
+def rank(make_rank):
+    """The only rank of an engine, its init done."""
+    rank = make_rank()
+    rank.join()
+    return rank
+
+
+@pytest.fixture
+def silent(make_rank):
+    """Rank 0 of 2, its init done: it never raises."""
+    silent = make_rank(rank=0, size=2)
+    silent.join()
+    return silent
+
+
+def installed(rank):
+    return {name: parameter.tolist() for name, parameter in rank.engine.model.named_parameters()}
+
+
+OLD = {"a": [0, 0], "b": [0, 0, 0]}
+MIXED = {"a": [1, 1], "b": [0, 0, 0]}
+NEW = {"a": [1, 1], "b": [1, 1, 1]}
+
+
+def fail(error):
+    """A call that raises `error`, whatever it is called with."""
+
+    def call(*args, **kwargs):
+        raise error
+
+    return call
+
+
+# --- init ------------------------------------------------------------------------------------------------------
+
+
+def test_hello_says_who_is_there(make_rank):
+    """The hello has everything that the sender numbers and checks ranks by, and the state of the model."""
+    rank = make_rank(rank=1, size=2, instance_id="inst", data_parallel_index=3)
+    hello = rank.join().hello
+    assert (hello.role, hello.engine, hello.rank, hello.size) == ("worker", "inst/3", 1, 2)
+    assert (tuple(hello.schema), hello.device, hello.pid) == (SCHEMA, "cpu", os.getpid())
+    assert hello.versions["torch"] == torch.__version__
+    assert (hello.open, hello.poisoned) == (False, False)
+
+
+def test_engine_without_an_instance_has_an_id_of_its_own(make_rank):
+    """Two engines that nobody has named are not taken for one."""
+    names = {make_rank(instance_id=None).join().hello.engine for _ in range(2)}
+    assert len(names) == 2
+
+
+def test_configuration_that_says_nothing_is_one_rank(sender, in_thread):
+    """Outside vLLM a configuration may say nothing of parallelism: the engine is then its own last rank."""
+    vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
+    engine = ToyEngine(WeightTransferConfig(), vllm_config, torch.device("cpu"), torch.nn.Linear(1, 1))
+    rank = Rank(Books(engine), sender, in_thread)
+    hello = rank.join().hello
+    assert (hello.rank, hello.size) == (0, 1)
+    engine.shutdown()
+
+
+def test_init_moves_and_touches_nothing(rank):
+    """After the init nothing is open, and the model is as it was."""
+    assert state(rank.peer) == (False, False)
+    assert installed(rank) == OLD
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"schema": [9, 0]}, AgreementError, r"this side speaks 1\.\d+, the other 9\.0"),
+        ({"timeout_s": "soon"}, ConfigurationError, "timeout_s"),
+        ({"timeout_s": 0}, ConfigurationError, "timeout_s must be positive"),
+        ({"session_port": 0}, ConfigurationError, "session_port"),
+        ({"colour": "red"}, ConfigurationError, "colour"),
+    ],
+    ids=["schema", "type", "timeout", "port", "unknown"],
+)
+def test_init_that_cannot_be_is_refused_and_the_session_stays(rank, fields, error, text):
+    """A bad init info is refused before it replaces anything: the session that was there goes on."""
+    with pytest.raises(error, match=text) as caught:
+        rank.books.init(rank.sender.info(dict, **fields))
+    assert caught.value.side == "worker"
+    rank.update(1)
+    rank.finish(1)
+
+
+def test_refused_hello_fails_the_init(rank):
+    """A sender that does not take this rank is the init's error, and there is no session then: the last init counts."""
+    refusal = Refused(error=error_to_wire(AgreementError("e0/0 is connected twice", side="trainer")))
+    with pytest.raises(AgreementError, match="connected twice") as caught:
+        rank.join(reply=refusal)
+    assert (caught.value.side, caught.value.phase, caught.value.engine) == ("trainer", "init", "e0/0")
+    rank.books.start()
+    with pytest.raises(StaleSessionError, match="not initialized"):
+        rank.books.update(1, session="any")
+
+
+def test_later_init_tells_the_earlier_sender(rank, open_sender):
+    """The last init wins: the old sender hears that its session is stale, and then the end; the new one is served."""
+    old, new = rank.peer, open_sender(session="2222")
+    rank.join(new)
+    (leave,) = old.rest()
+    assert isinstance(leave, Leave)
+    error = error_from_wire(leave.error)
+    assert isinstance(error, StaleSessionError)
+    assert "call trainer_init again" in error.message
+    rank.update(1)
+    rank.finish(1)
+
+
+def test_init_ends_the_round_in_progress(rank, open_sender):
+    """A round that was installed and not committed is over with its session; the hello says how it left the model."""
+    rank.update(1)
+    old = rank.peer
+    hello = rank.join(open_sender(session="2222")).hello
+    assert [type(message) for message in old.rest()] == [Leave]
+    assert (hello.open, hello.poisoned) == (True, True)
+    assert rank.engine.ended == [False, True, True]
+    rank.books.finish()
+    assert state(rank.peer) == (False, True)
+    rank.update(1)
+    rank.finish(1)
+    assert state(rank.peer) == (False, False)
+
+
+def test_update_of_a_replaced_session_is_refused(rank, open_sender):
+    """An update that an old trainer still sends is refused by the session's name; the new session's round is untouched."""
+    old = rank.sender.session
+    rank.join(open_sender(session="2222"))
+    rank.books.start()
+    with pytest.raises(StaleSessionError, match=f"expected an update of session 2222, got one of {old}") as caught:
+        rank.books.update(1, session=old)
+    assert (caught.value.round, caught.value.phase, caught.value.engine) == (1, "update", "e0/0")
+    rank.update(1)
+    rank.finish(1)
+
+
+# --- probe -----------------------------------------------------------------------------------------------------
+
+
+def test_probe_finds_a_live_session_and_leaves_it(rank, open_sender):
+    """A probe of an engine that is being served is refused with session and round, and replaces nothing."""
+    rank.update(1)
+    rank.finish(1)
+    with pytest.raises(AgreementError, match=rf"busy: session {rank.sender.session} is \d+ s old and in round 1") as caught:
+        rank.books.init(open_sender(session="2222").info(dict, probe=True))
+    assert caught.value.phase == "init"
+    rank.update(2)
+    rank.finish(2)
+
+
+def test_probe_of_a_dead_session_connects(rank, open_sender, until):
+    """Where the sender is gone a probe is an init like any other."""
+    rank.peer.hang_up()
+    until(lambda: rank.engine._session.lost is not None)
+    rank.join(open_sender(session="2222"), probe=True)
+    rank.update(1)
+    rank.finish(1)
+
+
+def test_probe_of_an_unused_engine_connects(make_rank):
+    """Where nobody was before, too."""
+    rank = make_rank()
+    rank.join(probe=True)
+    rank.update(1)
+
+
+# --- a good round ----------------------------------------------------------------------------------------------
+
+
+def test_round_goes_through_its_steps(rank):
+    """Ready, metadata, ready, go, installed; finishing, committed: then the model has the weights and nothing is open."""
+    rank.books.start()
+    assert state(rank.peer) == (True, False)
+    updating = rank.call(lambda: rank.books.update(1))
+    assert rank.peer.receive() == Ready(round=1, knows_metadata=False)
+    rank.peer.send(metadata_of(1))
+    assert rank.peer.receive() == Ready(round=1, knows_metadata=True)
+    assert installed(rank) == OLD
+    rank.peer.send(go(1))
+    message = rank.peer.receive(Installed)
+    assert (message.round, message.num_bytes, message.not_synced) == (1, 11, [])
+    assert set(message.seconds) == {"agree", "receive", "install"}
+    updating.value()
+    assert installed(rank) == NEW
+    assert state(rank.peer) == (True, False)
+    finishing = rank.call(rank.books.finish)
+    assert rank.peer.receive() == Finishing(round=1)
+    assert finishing.thread.is_alive()
+    rank.peer.send(Committed(round=1))
+    finishing.value()
+    assert state(rank.peer) == (False, False)
+    assert (rank.engine.go, rank.engine.metadata) == (go(1), metadata_of(1))
+    assert rank.engine.ended == [False]
+
+
+def test_metadata_is_asked_for_once(rank):
+    """Metadata that were checked are known in the next rounds, by their digest."""
+    for number in (1, 2, 3):
+        rank.books.start()
+        updating = rank.call(lambda number=number: rank.books.update(number))
+        if number == 1:
+            assert not rank.peer.receive(Ready).knows_metadata
+            rank.peer.send(metadata_of(1))
+        assert rank.peer.receive(Ready).knows_metadata
+        rank.peer.send(go(number))
+        rank.peer.receive(Installed)
+        updating.value()
+        rank.finish(number)
+
+
+def test_new_metadata_are_asked_for(rank):
+    """A round with another digest brings its own metadata, which replace the old ones."""
+    rank.update(1)
+    rank.finish(1)
+    roots = [0, 1]
+    digest = metadata_digest(zip(NAMES, DTYPES, map(tuple, SHAPES), roots, strict=True))
+    rank.books.start()
+    updating = rank.call(lambda: rank.books.update(2, digest=digest))
+    assert not rank.peer.receive(Ready).knows_metadata
+    rank.peer.send(metadata_of(2, roots=roots))
+    assert rank.peer.receive(Ready).knows_metadata
+    rank.peer.send(go(2))
+    rank.peer.receive(Installed)
+    updating.value()
+    assert rank.engine.metadata.roots == roots
+    rank.finish(2)
+    rank.begin(3, until=None)
+    assert not rank.peer.receive(Ready).knows_metadata
+    rank.peer.hang_up()
+
+
+def test_metadata_are_forgotten_with_their_session(rank, open_sender):
+    """Another trainer's digest means nothing here, though it be the same."""
+    rank.update(1)
+    rank.finish(1)
+    rank.join(open_sender(session="2222"))
+    rank.begin(1, until=None)
+    assert not rank.peer.receive(Ready).knows_metadata
+    rank.peer.hang_up()
+
+
+def test_each_target_has_metadata_of_its_own(rank):
+    """What was checked against the model was not checked against the draft model, and is still known afterwards."""
+    rank.update(1)
+    rank.finish(1)
+    draft = torch.nn.Module()
+    for name, parameter in rank.engine.model.named_parameters():
+        draft.register_parameter(name, torch.nn.Parameter(parameter.clone(), requires_grad=False))
+    rank.engine.set_weight_update_target(draft, None)
+    updating = rank.begin(2, until=None)
+    assert not rank.peer.receive(Ready).knows_metadata
+    rank.peer.send(metadata_of(2))
+    assert rank.peer.receive(Ready).knows_metadata
+    rank.peer.send(go(2))
+    rank.peer.receive(Installed)
+    updating.value()
+    rank.finish(2)
+    rank.engine.reset_weight_update_target()
+    rank.begin(3, until=None)
+    assert rank.peer.receive(Ready).knows_metadata
+    rank.peer.hang_up()
+
+
+def test_ready_says_which_dtypes_are_wanted(rank):
+    """What the model holds in another floating dtype is told before anything is sent."""
+    dtypes = ["float64", "int8"]
+    digest = metadata_digest(zip(NAMES, dtypes, map(tuple, SHAPES), [0, 0], strict=True))
+    rank.begin(1, until=None, digest=digest)
+    rank.peer.receive(Ready)
+    rank.peer.send(metadata_of(1, dtype_names=dtypes))
+    assert rank.peer.receive() == Ready(round=1, knows_metadata=True, casts={"a": "float32"})
+    rank.peer.hang_up()
+
+
+def test_what_was_not_sent_is_reported(make_rank):
+    """With the cover check off, parameters that the round leaves out are named in `Installed`."""
+    rank = make_rank()
+    rank.join(check_cover=False)
+    rank.engine.names = ("b",)
+    digest = metadata_digest([("b", "int8", (3,), 0)])
+    updating = rank.begin(1, until=None, digest=digest)
+    rank.peer.receive(Ready)
+    rank.peer.send(metadata_of(1, names=["b"], dtype_names=["int8"], shapes=[[3]]))
+    assert rank.peer.receive(Ready).knows_metadata
+    rank.peer.send(go(1))
+    assert rank.peer.receive(Installed).not_synced == ["a"]
+    updating.value()
+
+
+def test_senders_deadline_counts(rank):
+    """`Go` says what is left of the round, in the sender's reckoning."""
+    seen = []
+    rank.engine.before = lambda round_: seen.append(round_.deadline - time.monotonic())
+    updating = rank.begin(1, until=Ready)
+    rank.peer.send(go(1, remaining_s=77))
+    rank.peer.receive(Installed)
+    updating.value()
+    assert 70 < seen[0] <= 77
+
+
+def test_finish_without_a_round_only_closes(rank, make_rank):
+    """An update that was opened in vain is closed without a word to the sender, with a session or without."""
+    for each in (rank, make_rank()):
+        each.books.start()
+        each.books.finish()
+        assert (each.books.open, each.engine._open) == (False, False)
+    assert state(rank.peer) == (False, False)  # the answer is the first message: nothing was said before it
+    assert installed(rank) == OLD
+
+
+def test_update_before_any_init_is_refused(make_rank):
+    """Without a trainer there is nothing to receive, and the text says what comes first."""
+    rank = make_rank()
+    rank.books.start()
+    with pytest.raises(StaleSessionError, match="init_weight_transfer_engine comes first") as caught:
+        rank.books.update(1, session="any")
+    assert (caught.value.side, caught.value.rank, caught.value.phase) == ("worker", 0, "update")
+    assert rank.engine._open is rank.books.open is False
+
+
+def test_stale_round_is_refused(rank):
+    """A round's number counts once; the refusal closes the update as vLLM does, and the next round is well."""
+    rank.update(4)
+    rank.finish(4)
+    rank.books.start()
+    with pytest.raises(StaleSessionError, match="round 4 is over; expected one above 4"):
+        rank.books.update(4)
+    assert state(rank.peer) == (False, False) == (rank.books.open, False)
+    rank.update(5)
+    rank.finish(5)
+
+
+# --- failures in an update -------------------------------------------------------------------------------------
+
+
+def _break_new_installer(rank):
+    rank.engine._new_installer = fail(OSError("broken on purpose"))
+
+
+def _break_metadata(rank):
+    rank.engine._agree_on_metadata = fail(OSError("broken on purpose"))
+
+
+def _break_before(rank):
+    rank.engine.before = fail(PlanError("broken on purpose", param="a"))
+
+
+def _break_between(rank):
+    rank.engine.between = fail(OSError("broken on purpose"))
+
+
+def _break_installer(rank):
+    def new():
+        installer = type(rank.engine)._new_installer(rank.engine)
+        installer.finish = fail(OSError("broken on purpose"))
+        return installer
+
+    rank.engine._new_installer = new
+
+
+def _break_synchronize(rank):
+    rank.engine.synchronize = fail(OSError("broken on purpose"))
+
+
+def _interrupt(rank):
+    rank.engine.between = fail(KeyboardInterrupt("broken on purpose"))
+
+
+def _mend(rank):
+    for name in ("_new_installer", "_agree_on_metadata", "synchronize"):
+        vars(rank.engine).pop(name, None)
+    rank.engine.before = rank.engine.between = lambda round_: None
+
+
+BREAKS = [
+    (_break_new_installer, None, TransportError, OLD),
+    (_break_metadata, None, TransportError, OLD),
+    (_break_before, Go, PlanError, OLD),
+    (_break_between, Go, TransportError, MIXED),
+    (_break_installer, Go, TransportError, NEW),
+    (_break_synchronize, Go, TransportError, NEW),
+]
+BREAK_IDS = [each[0].__name__.removeprefix("_break_") for each in BREAKS]
+
+
+@pytest.mark.parametrize(("break_", "until_", "kind", "left"), BREAKS, ids=BREAK_IDS)
+def test_failed_step_of_an_update(rank, break_, until_, kind, left):
+    """The sender hears why, then whether the model was touched; the call raises; the next round repairs everything."""
+    break_(rank)
+    updating = rank.begin(1, until=until_)
+    error, touched = failure(rank.peer)
+    assert (type(error), error.side, error.round) == (kind, "worker", 1)
+    assert "broken on purpose" in error.message
+    with pytest.raises((OSError, PlanError), match="broken on purpose"):
+        updating.value()
+    assert installed(rank) == left
+    assert touched is (left is not OLD)
+    assert state(rank.peer) == (rank.books.open, touched) == (False, touched)
+    assert rank.engine.ended[-1] is True
+    _mend(rank)
+    rank.update(2)
+    rank.finish(2)
+    assert installed(rank) == NEW
+    assert state(rank.peer) == (False, False)
+
+
+@pytest.mark.parametrize(("break_", "until_", "kind", "left"), BREAKS, ids=BREAK_IDS)
+def test_failed_step_on_a_rank_that_must_not_raise(silent, caplog, break_, until_, kind, left):
+    """Any rank but the last tells the sender the same and returns, so that vLLM's replies stay in step; it logs why."""
+    break_(silent)
+    updating = silent.begin(1, until=until_)
+    error, touched = failure(silent.peer)
+    updating.value()
+    assert (type(error), touched) == (kind, left is not OLD)
+    assert "broken on purpose" in caplog.text
+    assert "update failed on rank 0; the last rank reports it" in caplog.text
+    assert state(silent.peer) == (silent.books.open, touched) == (True, touched)
+    silent.books.finish()  # the sender closes what is open before the next round
+    assert state(silent.peer) == (silent.books.open, touched) == (False, touched)
+    _mend(silent)
+    silent.update(2)
+    silent.finish(2)
+    assert state(silent.peer) == (False, False)
+
+
+def test_finish_after_a_failed_update_only_closes(rank):
+    """Whatever a round failed of, it is over: the finish of an update that was opened since has nothing to do with it."""
+    for break_, until_, *_ in BREAKS:
+        number = rank.engine._session.last_round + 1
+        break_(rank)
+        updating = rank.begin(number, until=until_)
+        failure(rank.peer)
+        with pytest.raises((OSError, PlanError)):
+            updating.value()
+        _mend(rank)
+        rank.books.start()
+        rank.books.finish()
+        assert state(rank.peer)[0] is False
+
+
+def test_interrupt_ends_the_round_and_stays_an_interrupt(rank, silent):
+    """An interrupt is no failure to be swallowed, on whichever rank; the sender hears of it all the same."""
+    for each in (rank, silent):
+        _interrupt(each)
+        updating = each.begin(1)
+        error, touched = failure(each.peer)
+        assert "KeyboardInterrupt" in error.message
+        assert touched
+        with pytest.raises(KeyboardInterrupt):
+            updating.value()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"names": ["a", "c"]}, "'c': the model has none of this name"),
+        ({"shapes": [[2], [4]]}, r"'b': the model has shape \[3\], the trainer sends \[4\]"),
+        ({"dtype_names": ["float32", "float32"]}, "'b': the model has torch.int8, the trainer sends torch.float32"),
+    ],
+    ids=["name", "shape", "dtype"],
+)
+def test_metadata_that_do_not_fit_the_model(rank, fields, text):
+    """A model without a place for what is announced refuses before a byte moves, naming the parameter."""
+    metadata = metadata_of(1, **fields)
+    rows = zip(metadata.names, metadata.dtype_names, map(tuple, metadata.shapes), [0, 0], strict=True)
+    updating = rank.begin(1, until=None, digest=metadata_digest(rows))
+    assert not rank.peer.receive(Ready).knows_metadata
+    rank.peer.send(metadata)
+    error, touched = failure(rank.peer)
+    assert isinstance(error, PlanError)
+    assert error.param in {"b", "c"}
+    assert touched is False
+    with pytest.raises(PlanError, match=text) as caught:
+        updating.value()
+    assert (caught.value.rank, caught.value.engine, caught.value.round) == (0, "e0/0", 1)
+    rank.begin(2, until=None, digest=metadata_digest(rows))
+    assert not rank.peer.receive(Ready).knows_metadata, "metadata that were refused are not known"
+    rank.peer.hang_up()
+
+
+def test_metadata_that_differ_from_their_digest(rank):
+    """Metadata other than those that the update call named are refused."""
+    updating = rank.begin(1, until=None, digest="ab" * 32)
+    rank.peer.receive(Ready)
+    rank.peer.send(metadata_of(1))
+    error, touched = failure(rank.peer)
+    assert (type(error), touched) == (IntegrityError, False)
+    with pytest.raises(IntegrityError, match=f"expected digest abababababab, got {DIGEST[:12]}"):
+        updating.value()
+
+
+def test_bad_update_info(rank, silent, caplog):
+    """An update call that cannot be parsed is raised by the last rank alone, and leaves the update as vLLM has it."""
+    rank.books.start()
+    with pytest.raises(ValueError, match="update_info for ToyEngine is invalid.*round"):
+        rank.books.update("first")
+    assert state(rank.peer) == (rank.books.open, False) == (False, False)
+    silent.books.start()
+    silent.books.update("first")
+    assert "update_info for ToyEngine is invalid" in caplog.text
+    assert state(silent.peer) == (silent.books.open, False) == (True, False)
+
+
+@pytest.mark.parametrize("step", ["ready", "go", "installing"])
+def test_abort_ends_an_update(rank, step):
+    """An abort ends the update wherever it is, with the sender's error; the worker answers `Ended` and nothing else."""
+    rank.engine.between = lambda round_: round_.wait(lambda: False, "the next group")
+    updating = rank.begin(1, until={"ready": None, "go": Ready, "installing": Go}[step])
+    if step == "ready":
+        rank.peer.receive(Ready)
+    rank.peer.send(abort(1, PlanError("no room", side="worker", rank=7, engine="e9/0")))
+    touched = step == "installing"
+    assert rank.peer.receive() == Ended(round=1, touched=touched)
+    with pytest.raises(PlanError, match="no room") as caught:
+        updating.value()
+    assert (caught.value.rank, caught.value.engine) == (7, "e9/0")
+    assert state(rank.peer) == (rank.books.open, touched) == (False, touched)
+
+
+@pytest.mark.parametrize("step", ["ready", "go", "installing"])
+def test_sender_that_dies_ends_an_update(rank, open_sender, step):
+    """A sender that is gone frees the worker at once; the next one's hello says how the model was left."""
+    rank.engine.between = lambda round_: round_.wait(lambda: False, "the next group")
+    updating = rank.begin(1, until={"ready": None, "go": Ready, "installing": Go}[step])
+    if step == "ready":
+        rank.peer.receive(Ready)
+    rank.peer.hang_up()
+    with pytest.raises(PeerLostError, match="the trainer is gone"):
+        updating.value()
+    hello = rank.join(open_sender(session="2222")).hello
+    assert (hello.open, hello.poisoned) == (False, step == "installing")
+    _mend(rank)
+    rank.update(1)
+    rank.finish(1)
+
+
+@pytest.mark.parametrize("step", ["metadata", "go"])
+def test_sender_that_says_nothing_costs_the_deadline(make_rank, step):
+    """Without the sender's next word the update ends at the session's timeout, naming the message."""
+    rank = make_rank()
+    rank.join(timeout_s=0.5)
+    updating = rank.begin(1, until=None if step == "metadata" else Ready)
+    if step == "metadata":
+        rank.peer.receive(Ready)
+    error, touched = failure(rank.peer)
+    assert (type(error), touched) == (RoundTimeoutError, False)
+    with pytest.raises(RoundTimeoutError, match=f"still waiting for the trainer's '{step}'"):
+        updating.value()
+
+
+def test_model_that_cannot_be_restored_is_taken_for_touched(rank, caplog):
+    """If the installer cannot even abort, the model counts as touched, the log says so, and the first error is raised."""
+
+    def new():
+        installer = type(rank.engine)._new_installer(rank.engine)
+        installer.abort = fail(RuntimeError("stuck"))
+        return installer
+
+    rank.engine._new_installer = new
+    _break_before(rank)
+    updating = rank.begin(1)
+    error, touched = failure(rank.peer)
+    assert (type(error), touched) == (PlanError, True)
+    with pytest.raises(PlanError, match="on purpose"):
+        updating.value()
+    assert "restart this engine" in caplog.text
+    assert state(rank.peer) == (False, True)
+
+
+# --- failures in a finish --------------------------------------------------------------------------------------
+
+
+def test_abort_is_a_verdict(rank):
+    """A finish whose verdict is an abort raises it, so that vLLM publishes no version; vLLM's update then stays open."""
+    rank.update(1)
+    finishing = rank.call(rank.books.finish)
+    rank.peer.receive(Finishing)
+    rank.peer.send(abort(1, IntegrityError("rank 1 has other bytes", side="trainer")))
+    assert rank.peer.receive() == Ended(round=1, touched=True)
+    with pytest.raises(IntegrityError, match="other bytes") as caught:
+        finishing.value()
+    assert (caught.value.phase, caught.value.engine) == ("finish", "e0/0")
+    assert state(rank.peer) == (rank.books.open, True) == (True, True)
+    rank.books.finish()  # closes it
+    assert state(rank.peer) == (rank.books.open, True) == (False, True)
+    rank.update(2)
+    rank.finish(2)
+    assert state(rank.peer) == (False, False)
+
+
+def test_abort_between_update_and_finish(rank):
+    """An abort that comes while no call runs is the next finish's error."""
+    rank.update(1)
+    rank.peer.send(abort(1, PlanError("no room")))
+    assert state(rank.peer) == (True, False)
+    finishing = rank.call(rank.books.finish)
+    messages = [rank.peer.receive(), rank.peer.receive()]
+    assert messages == [Finishing(round=1), Ended(round=1, touched=True)]
+    with pytest.raises(PlanError, match="no room"):
+        finishing.value()
+
+
+def test_failed_finish_on_a_rank_that_must_not_raise(silent, caplog):
+    """Any rank but the last returns from a failed finish, which closes vLLM's update there; it is poisoned all the same."""
+    silent.update(1)
+    finishing = silent.call(silent.books.finish)
+    silent.peer.receive(Finishing)
+    silent.peer.send(abort(1, PlanError("no room")))
+    assert silent.peer.receive() == Ended(round=1, touched=True)
+    finishing.value()
+    assert "finish failed on rank 0; the last rank reports it" in caplog.text
+    assert state(silent.peer) == (silent.books.open, True) == (False, True)
+
+
+def test_broken_finish_is_told(rank, silent):
+    """A finish that fails here, and not at the sender, says so on the connection, on every rank."""
+    for each in (rank, silent):
+        each.update(1)
+        each.engine._await_verdict = fail(OSError("broken on purpose"))
+        finishing = each.call(each.books.finish)
+        error, touched = failure(each.peer)
+        assert "broken on purpose" in error.message
+        assert touched
+        if each is silent:
+            finishing.value()
+        else:
+            with pytest.raises(OSError, match="on purpose"):
+                finishing.value()
+        assert state(each.peer) == (each.books.open, True)
+
+
+def test_sender_that_dies_before_its_verdict(rank, open_sender):
+    """A sender that goes without a verdict has not committed: the finish raises at once, and the model counts as poisoned."""
+    rank.update(1)
+    finishing = rank.call(rank.books.finish)
+    rank.peer.receive(Finishing)
+    rank.peer.hang_up()
+    with pytest.raises(PeerLostError):
+        finishing.value()
+    hello = rank.join(open_sender(session="2222")).hello
+    assert (hello.open, hello.poisoned) == (True, True)
+
+
+def test_verdict_that_does_not_come(rank, monkeypatch):
+    """A frozen sender's verdict is waited for until shortly after the deadline, not longer; then the sender is told."""
+    monkeypatch.setattr("wt_worker.lifecycle._VERDICT_GRACE_S", 0.2)
+    rank.begin(1, until=Ready)
+    rank.peer.send(go(1, remaining_s=0.3))
+    rank.peer.receive(Installed)
+    finishing = rank.call(rank.books.finish)
+    rank.peer.receive(Finishing)
+    with pytest.raises(RoundTimeoutError, match="still waiting for the trainer's 'committed'") as caught:
+        finishing.value()
+    assert caught.value.phase == "finish"
+    error, touched = failure(rank.peer)
+    assert (type(error), touched) == (RoundTimeoutError, True)
+
+
+def test_verdict_may_come_shortly_after_the_deadline(rank, monkeypatch, until):
+    """The sender decides at the deadline, and its word takes a moment: a commit that comes just after it counts."""
+    monkeypatch.setattr("wt_worker.lifecycle._VERDICT_GRACE_S", WAIT_S)
+    updating = rank.begin(1, until=Ready)
+    rank.peer.send(go(1, remaining_s=0.3))
+    rank.peer.receive(Installed)
+    updating.value()
+    deadline = rank.engine._session.round.deadline
+    finishing = rank.call(rank.books.finish)
+    rank.peer.receive(Finishing)
+    until(lambda: time.monotonic() > deadline)
+    rank.peer.send(Committed(round=1))
+    finishing.value()
+    assert state(rank.peer) == (False, False)
+
+
+def test_start_ends_a_round_that_was_never_finished(rank):
+    """A round that nobody finished is over when the next update is opened, and was not committed."""
+    rank.update(1)
+    rank.engine.start_weight_update()
+    assert state(rank.peer) == (True, True)
+    rank.update(2)
+    rank.finish(2)
+    assert state(rank.peer) == (False, False)
+
+
+# --- ranks that must not raise ---------------------------------------------------------------------------------
+
+
+def test_last_rank_raises(make_rank):
+    """Of two ranks the second is the one that raises."""
+    last = make_rank(rank=1, size=2)
+    last.join()
+    _break_between(last)
+    updating = last.begin(1)
+    failure(last.peer)
+    with pytest.raises(OSError, match="on purpose"):
+        updating.value()
+    assert state(last.peer) == (last.books.open, True) == (False, True)
+
+
+def test_init_of_a_rank_that_must_not_raise(silent, caplog, sender):
+    """A failed init of any rank but the last is logged; the sender finds the rank missing, and the last one reports."""
+    caplog.set_level(logging.ERROR)
+    silent.books.init(sender.info(dict, colour="red"))
+    assert "colour" in caplog.text
+    silent.books.init(sender.info(dict, schema=[9, 0]))
+    assert "the other 9.0" in caplog.text
+    assert state(silent.peer) == (False, False), "the session that was there goes on"
+    silent.join(reply=Refused(error=error_to_wire(AgreementError("connected twice"))))
+    assert "connected twice" in caplog.text
+    assert caplog.text.count("init failed on rank 0; the last rank reports it") == 3
+    silent.books.start()
+    silent.books.update(1, session="any")
+    assert "not initialized" in caplog.text
+    silent.books.finish()
+
+
+# --- questions and the end -------------------------------------------------------------------------------------
+
+
+def test_state_is_told_while_a_call_runs(rank):
+    """The sender may ask in the middle of an update, whose call is then open."""
+    updating = rank.begin(1, until=Ready)
+    assert state(rank.peer) == (True, False)
+    rank.peer.send(go(1))
+    rank.peer.receive(Installed)
+    updating.value()
+
+
+def test_shutdown_leaves_the_session(rank):
+    """The sender hears that the worker goes, and the end; shutting down again does nothing; an update is then refused."""
+    peer = rank.peer
+    rank.engine.shutdown()
+    rank.engine.shutdown()
+    (leave,) = peer.rest()
+    assert "shut down" in error_from_wire(leave.error).message
+    rank.books.start()
+    with pytest.raises(StaleSessionError, match="not initialized"):
+        rank.books.update(1, session="any")
+    rank.join()
+    rank.update(1)
+    rank.finish(1)
+
+
+def test_shutdown_before_any_init(make_rank):
+    """An engine that no trainer ever met can be shut down."""
+    make_rank().engine.shutdown()
+
+
+def test_shutdown_in_a_round_ends_it(rank):
+    """A round that was not committed is over, and its transfer is told that nothing of it may be used again."""
+    rank.update(1)
+    rank.engine.shutdown()
+    assert rank.engine.ended == [False, True, True]
+    assert rank.engine._poisoned
+
+
+def test_update_info_names_the_round(rank):
+    """The per-round info has session, round and digest, and nothing that the init has settled."""
+    info = rank.engine.parse_update_info({"session": "s", "round": 1, "metadata_digest": "d"})
+    assert info == SessionUpdateInfo(session="s", round=1, metadata_digest="d")
