@@ -1,29 +1,65 @@
 """The matrix, as data: which model, trainer layout and engine are tested together.
 
-`DEFAULT` is what a plain `nox` runs: few cells, chosen so that every value of every axis that is cheap appears in one of them.
-`ALL` is every cell (`nox -s integration -- --all`).
+`DEFAULT` is what a plain `nox` runs: few engines, each started once and used by its cells one after the other. `ALL` is every cell
+(`nox -s integration -- --all`). Together they contain every value of every axis.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ALL", "DEFAULT", "Case"]
+__all__ = ["ALL", "DEFAULT", "ENGINES", "LAYOUTS", "MODELS", "Case"]
+
+MODELS = ("llama", "llama-tied", "qwen2", "qwen3-moe")
+"""Kinds of `models.py`."""
+
+LAYOUTS = {
+    "whole": 1,  # one rank with the whole model, under its checkpoint names
+    "fsdp2": 2,  # every layer sharded over two ranks
+    "fsdp2-offload": 2,  # the same, the shards kept in host memory by FSDP
+    "tp": 2,  # projections as tensor-parallel DTensors
+    "tp-submesh": 4,  # the same on the inner axis of a 2 x 2 mesh
+    "pipeline": 2,  # two stages, each a data sender
+    "master-fp32": 1,  # float32 weights for an engine in bfloat16
+}
+"""Trainer layouts, and how many ranks each has."""
+
+ENGINES = ("inprocess", "inprocess-tp2", "inprocess-bf16", "http", "http-tp2", "two-servers", "ray")
+"""Where vLLM runs: `LLM` in a process, one or two OpenAI servers, two Ray actors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One cell: a model kind of `models.py`, and where vLLM runs."""
+    """One cell."""
 
     model: str
+    layout: str
     engine: str
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.engine}"
+        return f"{self.model}-{self.layout}-{self.engine}"
 
 
-MODELS = ("llama", "llama-tied", "qwen2", "qwen3-moe")
-ENGINES = ("inprocess", "http")
+def _cells(engine: str, *cells: tuple[str, str]) -> tuple[Case, ...]:
+    return tuple(Case(model=model, layout=layout, engine=engine) for model, layout in cells)
 
-ALL = tuple(Case(model=model, engine=engine) for engine in ENGINES for model in MODELS)
-DEFAULT = ALL
+
+DEFAULT = (
+    *_cells("inprocess", ("llama", "whole"), ("qwen3-moe", "whole")),
+    *_cells("inprocess-tp2", ("qwen2", "fsdp2"), ("qwen2", "tp"), ("qwen2", "whole")),
+    *_cells("http", ("llama-tied", "whole"), ("llama-tied", "pipeline"), ("llama-tied", "fsdp2")),
+)
+ALL = (
+    *DEFAULT,
+    *_cells(
+        "inprocess", ("llama-tied", "whole"), ("qwen2", "whole"), ("llama", "fsdp2-offload"), ("llama", "tp-submesh")
+    ),
+    *_cells("inprocess-bf16", ("llama", "master-fp32")),
+    *_cells("http", ("llama", "whole"), ("qwen2", "whole"), ("qwen3-moe", "whole")),
+    *_cells("http-tp2", ("llama", "pipeline"), ("qwen3-moe", "whole")),
+    *_cells("two-servers", ("llama", "fsdp2"), ("llama", "whole")),
+    *_cells(
+        "ray",
+        ("llama", "whole"),
+    ),
+)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # harness, models and cases are modules of this folder
+sys.path.insert(0, str(Path(__file__).parent))  # harness, models, engines and cases are modules of this folder
 
 import cases
+import engines
 import models
-from harness import Cast, VLLMServer, WorkerHost
+from harness import Cast
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,11 +25,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes `case` runs once per cell."""
     if "case" in metafunc.fixturenames:
         chosen = cases.ALL if metafunc.config.getoption("--all") else cases.DEFAULT
-        metafunc.parametrize("case", chosen, ids=str, scope="module")
+        chosen = sorted(chosen, key=lambda case: (cases.ENGINES.index(case.engine), case.model))
+        metafunc.parametrize("case", chosen, ids=str)
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A function from model kind to the folder of its checkpoint with seed 0, written once."""
     made: dict[str, Path] = {}
 
@@ -41,18 +43,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-@pytest.fixture(scope="module")
-def engine(case: cases.Case, checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerHost | VLLMServer]:
-    """The cell's vLLM, serving the checkpoint with seed 0."""
-    directory = tmp_path_factory.mktemp(str(case))
-    if case.engine == "inprocess":
-        with WorkerHost("vllm", directory, model=str(checkpoint(case.model))) as host:
-            assert host.port
-            yield host
-    else:
-        with VLLMServer(checkpoint(case.model), directory) as server:
-            server.wait_ready()
-            yield server
+@pytest.fixture(scope="session")
+def _running(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Iterator[engines.Running]:
+    """At most one engine at a time, kept while the next test wants the same."""
+    running = engines.Running(tmp_path_factory, checkpoint)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def engine(case: cases.Case, _running: engines.Running) -> engines.Engine:
+    """The cell's vLLM. It started from the checkpoint with seed 0; earlier cells have left other weights."""
+    return _running.get(case.engine, case.model)
 
 
 @pytest.fixture(scope="session")

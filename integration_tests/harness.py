@@ -200,11 +200,11 @@ class Cast:
         """All ranks of one engine."""
         return [self.worker(parameters, engine=name, rank=rank, size=size) for rank in range(size)]
 
-    def trainer(self, workers: list[WorkerHost], rank: int = 0, num_ranks: int = 1, **config: Any) -> TrainerHost:
+    def trainer(self, workers: list[WorkerHost], /, rank: int = 0, num_ranks: int = 1, **config: Any) -> TrainerHost:
         """One trainer rank, for these workers."""
         return self._trainer(workers, rank, num_ranks, config)
 
-    def trainers(self, workers: list[WorkerHost], num_ranks: int, **config: Any) -> list[TrainerHost]:
+    def trainers(self, workers: list[WorkerHost], num_ranks: int, /, **config: Any) -> list[TrainerHost]:
         """All ranks of one trainer, with a default group."""
         config = {"group_port": free_port(), **config}
         hosts = [self._take(TrainerHost, lambda: TrainerHost(self.directory)) for _ in range(num_ranks)]

@@ -7,6 +7,7 @@ or `model` (kind of `models.py`), `info` (options of the init info), `dtype` (of
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from wt_trainer import (
     HTTPVLLMWeightSyncClient,
     ModuleSource,
     ParamMeta,
+    RayVLLMWeightSyncClient,
     WeightSource,
     WeightTransferTrainerFactory,
 )
@@ -130,7 +132,20 @@ class Trainer:
     def client(self) -> Any:
         if "base_urls" in self.config:
             return HTTPVLLMWeightSyncClient(self.config["base_urls"], timeout=self.config.get("client_timeout_s", 60))
+        if "actors" in self.config:
+            import ray
+
+            if not ray.is_initialized():
+                ray.init(address=self.config["ray_address"], namespace="wt", log_to_driver=False)
+            return RayVLLMWeightSyncClient([ray.get_actor(name) for name in self.config["actors"]], timeout=60)
         return EachHost(self.config["workers"])
+
+    def importable(self, module: str) -> bool:
+        return importlib.util.find_spec(module) is not None
+
+    def configure_withheld(self, param: str) -> None:
+        """The source leaves out this parameter, in its metadata too."""
+        self.source = CheckpointSource(self.source.model, withhold=param)
 
     def init(self, **options: Any) -> None:
         info = GlooTrainerInitInfo(rank=self.rank, **{"timeout_s": 30, **self.config.get("info", {}), **options})
@@ -188,21 +203,46 @@ def _build_hf(trainer: Trainer, seed: int) -> torch.nn.Module:
     return models.build_model(trainer.config["model"], seed).to(getattr(torch, trainer.config.get("dtype", "float32")))
 
 
-def _hf_plain(trainer: Trainer) -> WeightSource:
+class CheckpointSource(WeightSource):
+    """A Hugging Face model under the names of its checkpoint, with one left out on request."""
+
+    def __init__(self, model: torch.nn.Module, withhold: str | None = None) -> None:
+        self.model = model
+        self.withhold = withhold
+
+    def _items(self) -> list[tuple[str, torch.Tensor]]:
+        import models
+
+        return [item for item in models.checkpoint_items(self.model) if item[0] != self.withhold]
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._items()]
+
+    def iter_full(self):
+        yield from self._items()
+
+
+def _hf_whole(trainer: Trainer) -> WeightSource:
     """A Hugging Face model, whole on every rank."""
     model = _build_hf(trainer, 0)
-    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict())
-    return ModuleSource(model)
+    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict()) and None
+    return CheckpointSource(model)
 
 
-def _hf_fsdp2(trainer: Trainer) -> WeightSource:
+def _none(trainer: Trainer) -> WeightSource | None:
+    """No model."""
+    return None
+
+
+def _hf_fsdp2(trainer: Trainer, *, offload: bool = False) -> WeightSource:
     """A Hugging Face model, each layer and the rest sharded by FSDP2 over the default group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (trainer.num_ranks,))
     model = _build_hf(trainer, 0)
-    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if trainer.config.get("offload") else {}
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -219,12 +259,12 @@ def _hf_fsdp2(trainer: Trainer) -> WeightSource:
     return ModuleSource(model)
 
 
-def _hf_tp(trainer: Trainer) -> WeightSource:
-    """A Hugging Face model whose projections are tensor-parallel DTensors; with `mesh`, on the inner axis of a (dp, tp) mesh."""
+def _hf_tp(trainer: Trainer, shape: tuple[int, ...] | None = None) -> WeightSource:
+    """A Hugging Face model whose projections are tensor-parallel DTensors, on the inner axis of a mesh of this shape."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    shape = tuple(trainer.config.get("mesh", (trainer.num_ranks,)))
+    shape = shape or (trainer.num_ranks,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])["tp"]
     model = _build_hf(trainer, 0)
 
@@ -278,11 +318,21 @@ class StageSource(WeightSource):
 def _hf_pipeline(trainer: Trainer) -> WeightSource:
     """A Hugging Face model in pipeline stages: every rank is a data sender."""
     model = _build_hf(trainer, 0)
-    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict())
+    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict()) and None
     return StageSource(model, trainer.rank, trainer.num_ranks, model.config.num_hidden_layers)
 
 
-LAYOUTS = {"plain": _plain, "hf": _hf_plain, "fsdp2": _hf_fsdp2, "tp": _hf_tp, "pipeline": _hf_pipeline}
+LAYOUTS = {
+    "none": _none,
+    "plain": _plain,
+    "whole": _hf_whole,
+    "master-fp32": _hf_whole,
+    "fsdp2": _hf_fsdp2,
+    "fsdp2-offload": lambda trainer: _hf_fsdp2(trainer, offload=True),
+    "tp": _hf_tp,
+    "tp-submesh": lambda trainer: _hf_tp(trainer, shape=(2, 2)),
+    "pipeline": _hf_pipeline,
+}
 
 
 def _replace(name: str, change: Any) -> Any:

@@ -10,9 +10,11 @@ The calls are the methods of the host class; see `hosting.py`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,17 +177,92 @@ class VLLMHost:
         output = self.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)[0]
         return list(output.outputs[0].token_ids)
 
-    def modules(self) -> list[str]:
-        """Top-level packages imported in this process."""
-        return sorted({name.partition(".")[0] for name in sys.modules})
+    def importable(self, module: str) -> bool:
+        return importlib.util.find_spec(module) is not None
 
     def echo(self, value: Any) -> Any:
         return value
 
 
+class RayHost:
+    """Ray actors, each around a `VLLMHost`, named so that a trainer process can find them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        import ray
+
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        self.ray = ray
+        environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parent),
+        }
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            _node_ip_address="127.0.0.1",
+            namespace="wt",
+            runtime_env={"env_vars": environment},
+        )
+        actor = ray.remote(num_cpus=1)(VLLMActor)
+        self.actors = {
+            f"engine-{index}": actor.options(name=f"engine-{index}").remote(config)
+            for index in range(config["num_actors"])
+        }
+        ray.get([handle.weight_version.remote() for handle in self.actors.values()])  # up when the first call returns
+
+    def names(self) -> list[str]:
+        return list(self.actors)
+
+    def address(self) -> str:
+        return self.ray.get_runtime_context().gcs_address
+
+    def each(self, method: str, arguments: list[Any]) -> list[Any]:
+        return self.ray.get([getattr(handle, method).remote(*arguments) for handle in self.actors.values()])
+
+    def importable(self, module: str) -> bool:
+        return importlib.util.find_spec(module) is not None
+
+    def stop(self) -> None:
+        self.ray.shutdown()
+
+
+class VLLMActor:
+    """What a user's actor around `LLM` looks like: vLLM's own method names, requests passed through."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.host = VLLMHost(config)
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        self.host.llm.init_weight_transfer_engine(request)
+
+    def start_weight_update(self) -> None:
+        self.host.llm.start_weight_update()
+
+    def update_weights(self, request: Any) -> None:
+        self.host.llm.update_weights(request)
+
+    def finish_weight_update(self) -> None:
+        self.host.llm.finish_weight_update()
+
+    def update_weight_version(self, version: str) -> None:
+        self.host.llm.update_weight_version(version)
+
+    def weight_version(self) -> str:
+        return self.host.weight_version()
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        return self.host.prompt_logprobs(token_ids)
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        return self.host.greedy(token_ids, num_tokens)
+
+
 def main() -> None:
     kind, config = sys.argv[1], json.loads(sys.argv[2])
-    serve({"bare": BareHost, "vllm": VLLMHost}[kind](config), config["port_file"])
+    serve({"bare": BareHost, "vllm": VLLMHost, "ray": RayHost}[kind](config), config["port_file"])
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Visitor(threading.Thread):
         while not self.leave.is_set():
             asked = time.monotonic()
             try:
-                self._server.complete(self._prompt, 48)
+                self._server.complete(self._prompt, 200)
             except requests.RequestException as exc:
                 self.failure = exc
                 return

@@ -140,7 +140,7 @@ def in_thread():
         def _run(self):
             try:
                 self._result = self._call()
-            except BaseException as exc:  # noqa: BLE001  # for whoever asks
+            except BaseException as exc:  # for whoever asks
                 self._error = exc
 
         def value(self, timeout_s=WAIT_S):
@@ -156,8 +156,19 @@ def in_thread():
         assert not thread.is_alive(), "a thread outlived its test"
 
 
+def rest():
+    """Do nothing until this process is killed, or soon after its test."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(3 * WAIT_S)
+    while True:
+        signal.pause()
+
+
 class Forked:
-    """A process forked from this one, which runs `body(report, go_on)`; both are of JSON lines over pipes."""
+    """A process forked from this one, which runs `body(report, go_on, rest)`.
+
+    `report` sends the test a JSON value, `go_on` waits for the test, and `rest` never returns.
+    """
 
     def __init__(self, body):
         from_child, to_parent = os.pipe()
@@ -166,13 +177,14 @@ class Forked:
             warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
             self.pid = os.fork()
         if self.pid == 0:
+
+            def report(value):
+                os.write(to_parent, json.dumps(value).encode() + b"\n")
+
             try:
                 os.close(to_child)  # so that the test's end is the end of `go_on`
-                body(
-                    lambda value: os.write(to_parent, json.dumps(value).encode() + b"\n"),
-                    lambda: os.read(from_parent, 1),
-                )
-            except BaseException:  # noqa: BLE001  # this process must not go on as the tests
+                body(report, lambda: os.read(from_parent, 1), rest)
+            except BaseException:  # this process must not go on as the tests
                 traceback.print_exc()
             finally:
                 os._exit(1)

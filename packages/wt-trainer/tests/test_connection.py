@@ -393,15 +393,15 @@ def test_reader_waits_for_an_idle_peer_and_not_for_half_a_message(pair, monkeypa
 def test_forked_child_does_not_keep_a_connection_alive(listener, forked, end):
     """A child forked while the connection is open has no copy of it: the peer sees the end when the parent is done."""
 
-    def parent(report, go_on):
+    def parent(report, go_on, rest):
         connection = Connection(socket.create_connection(listener.getsockname()))
         child = os.fork()
         if child == 0:
-            signal.pause()
+            rest()
         report(child)
         go_on()
         connection.close()
-        signal.pause()
+        rest()
 
     process = forked(parent)
     theirs, _ = listener.accept()

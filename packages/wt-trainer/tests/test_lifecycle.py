@@ -198,7 +198,7 @@ class ToyClient:
         def run(worker):
             try:
                 call(worker)
-            except Exception as exc:  # noqa: BLE001  # raised below
+            except Exception as exc:  # raised below
                 errors.append(exc)
 
         threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in self.workers]

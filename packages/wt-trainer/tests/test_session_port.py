@@ -825,17 +825,17 @@ def test_address_without_a_known_host_can_be_listened_on(hosts):
 def test_forked_child_keeps_neither_connections_nor_the_port(forked, dial, hello, end):
     """A child forked while the session is open does not keep it alive: peers see the end, the port is free again."""
 
-    def parent(report, go_on):
+    def parent(report, go_on, rest):
         session = Session("127.0.0.1")
         report([session.port, session.secret, session.id])
         go_on()
         child = os.fork()
         if child == 0:
-            signal.pause()
+            rest()
         report(child)
         go_on()
         session.close()
-        signal.pause()
+        rest()
 
     process = forked(parent)
     port, secret, session_id = process.told()

@@ -1,5 +1,6 @@
 """What the tests share: the sender's end of a session, made of plain sockets and the wire's own functions."""
 
+import secrets
 import socket
 import threading
 import time
@@ -72,8 +73,8 @@ class PlainSender:
 
     nonce = "12" * 16
 
-    def __init__(self, stack, session="0123456789abcdef", secret="0f" * 32):
-        self.session = session
+    def __init__(self, stack, session=None, secret="0f" * 32):
+        self.session = session or secrets.token_hex(8)
         self.secret = secret
         self._stack = stack
         self.listener = socket.create_server(("127.0.0.1", 0))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -148,10 +149,22 @@ class Rank:
         peer = sender.accept(reply)
         init.value()
         self.peer = peer
+        self.engine.ended.clear()
         return peer
 
     def call(self, call):
         return self._in_thread(call)
+
+    def hang(self):
+        """The next update goes no further than its first parameter; returned is the event that says it is there."""
+        there = threading.Event()
+
+        def between(round_):
+            there.set()
+            round_.wait(lambda: False, "the next group")
+
+        self.engine.between = between
+        return there
 
     def begin(self, number, until=Go, **options):
         """Start a round and begin its update; the sender has said everything up to `until`. Returned is the call."""
@@ -165,6 +178,12 @@ class Rank:
             if until is Go:
                 self.peer.send(go(number))
         return updating
+
+    def die(self, updating):
+        """The sender is gone, and the update has ended with that."""
+        self.peer.hang_up()
+        with pytest.raises(PeerLostError):
+            updating.value()
 
     def update(self, number):
         """A good update, up to its `Installed`, which is returned."""
@@ -321,7 +340,6 @@ def test_init_ends_the_round_in_progress(rank, open_sender):
     hello = rank.join(open_sender(session="2222")).hello
     assert [type(message) for message in old.rest()] == [Leave]
     assert (hello.open, hello.poisoned) == (True, True)
-    assert rank.engine.ended == [False, True, True]
     rank.books.finish()
     assert state(rank.peer) == (False, True)
     rank.update(1)
@@ -431,9 +449,9 @@ def test_new_metadata_are_asked_for(rank):
     updating.value()
     assert rank.engine.metadata.roots == roots
     rank.finish(2)
-    rank.begin(3, until=None)
+    updating = rank.begin(3, until=None)
     assert not rank.peer.receive(Ready).knows_metadata
-    rank.peer.hang_up()
+    rank.die(updating)
 
 
 def test_metadata_are_forgotten_with_their_session(rank, open_sender):
@@ -441,9 +459,9 @@ def test_metadata_are_forgotten_with_their_session(rank, open_sender):
     rank.update(1)
     rank.finish(1)
     rank.join(open_sender(session="2222"))
-    rank.begin(1, until=None)
+    updating = rank.begin(1, until=None)
     assert not rank.peer.receive(Ready).knows_metadata
-    rank.peer.hang_up()
+    rank.die(updating)
 
 
 def test_each_target_has_metadata_of_its_own(rank):
@@ -463,20 +481,20 @@ def test_each_target_has_metadata_of_its_own(rank):
     updating.value()
     rank.finish(2)
     rank.engine.reset_weight_update_target()
-    rank.begin(3, until=None)
+    updating = rank.begin(3, until=None)
     assert rank.peer.receive(Ready).knows_metadata
-    rank.peer.hang_up()
+    rank.die(updating)
 
 
 def test_ready_says_which_dtypes_are_wanted(rank):
     """What the model holds in another floating dtype is told before anything is sent."""
     dtypes = ["float64", "int8"]
     digest = metadata_digest(zip(NAMES, dtypes, map(tuple, SHAPES), [0, 0], strict=True))
-    rank.begin(1, until=None, digest=digest)
+    updating = rank.begin(1, until=None, digest=digest)
     rank.peer.receive(Ready)
     rank.peer.send(metadata_of(1, dtype_names=dtypes))
     assert rank.peer.receive() == Ready(round=1, knows_metadata=True, casts={"a": "float32"})
-    rank.peer.hang_up()
+    rank.die(updating)
 
 
 def test_what_was_not_sent_is_reported(make_rank):
@@ -549,7 +567,7 @@ def _break_metadata(rank):
 
 
 def _break_before(rank):
-    rank.engine.before = fail(PlanError("broken on purpose", param="a"))
+    rank.engine.before = fail(PlanError("broken on purpose", side="worker", param="a"))
 
 
 def _break_between(rank):
@@ -603,7 +621,7 @@ def test_failed_step_of_an_update(rank, break_, until_, kind, left):
     assert installed(rank) == left
     assert touched is (left is not OLD)
     assert state(rank.peer) == (rank.books.open, touched) == (False, touched)
-    assert rank.engine.ended[-1] is True
+    assert break_ is _break_new_installer or rank.engine.ended == [True]
     _mend(rank)
     rank.update(2)
     rank.finish(2)
@@ -680,9 +698,9 @@ def test_metadata_that_do_not_fit_the_model(rank, fields, text):
     with pytest.raises(PlanError, match=text) as caught:
         updating.value()
     assert (caught.value.rank, caught.value.engine, caught.value.round) == (0, "e0/0", 1)
-    rank.begin(2, until=None, digest=metadata_digest(rows))
+    updating = rank.begin(2, until=None, digest=metadata_digest(rows))
     assert not rank.peer.receive(Ready).knows_metadata, "metadata that were refused are not known"
-    rank.peer.hang_up()
+    rank.die(updating)
 
 
 def test_metadata_that_differ_from_their_digest(rank):
@@ -711,10 +729,11 @@ def test_bad_update_info(rank, silent, caplog):
 @pytest.mark.parametrize("step", ["ready", "go", "installing"])
 def test_abort_ends_an_update(rank, step):
     """An abort ends the update wherever it is, with the sender's error; the worker answers `Ended` and nothing else."""
-    rank.engine.between = lambda round_: round_.wait(lambda: False, "the next group")
+    there = rank.hang()
     updating = rank.begin(1, until={"ready": None, "go": Ready, "installing": Go}[step])
     if step == "ready":
         rank.peer.receive(Ready)
+    assert step != "installing" or there.wait(WAIT_S)
     rank.peer.send(abort(1, PlanError("no room", side="worker", rank=7, engine="e9/0")))
     touched = step == "installing"
     assert rank.peer.receive() == Ended(round=1, touched=touched)
@@ -727,10 +746,11 @@ def test_abort_ends_an_update(rank, step):
 @pytest.mark.parametrize("step", ["ready", "go", "installing"])
 def test_sender_that_dies_ends_an_update(rank, open_sender, step):
     """A sender that is gone frees the worker at once; the next one's hello says how the model was left."""
-    rank.engine.between = lambda round_: round_.wait(lambda: False, "the next group")
+    there = rank.hang()
     updating = rank.begin(1, until={"ready": None, "go": Ready, "installing": Go}[step])
     if step == "ready":
         rank.peer.receive(Ready)
+    assert step != "installing" or there.wait(WAIT_S)
     rank.peer.hang_up()
     with pytest.raises(PeerLostError, match="the trainer is gone"):
         updating.value()
@@ -851,9 +871,10 @@ def test_sender_that_dies_before_its_verdict(rank, open_sender):
 def test_verdict_that_does_not_come(rank, monkeypatch):
     """A frozen sender's verdict is waited for until shortly after the deadline, not longer; then the sender is told."""
     monkeypatch.setattr("wt_worker.lifecycle._VERDICT_GRACE_S", 0.2)
-    rank.begin(1, until=Ready)
+    updating = rank.begin(1, until=Ready)
     rank.peer.send(go(1, remaining_s=0.3))
     rank.peer.receive(Installed)
+    updating.value()
     finishing = rank.call(rank.books.finish)
     rank.peer.receive(Finishing)
     with pytest.raises(RoundTimeoutError, match="still waiting for the trainer's 'committed'") as caught:
@@ -957,7 +978,8 @@ def test_shutdown_in_a_round_ends_it(rank):
     """A round that was not committed is over, and its transfer is told that nothing of it may be used again."""
     rank.update(1)
     rank.engine.shutdown()
-    assert rank.engine.ended == [False, True, True]
+    assert rank.engine.ended[0] is False
+    assert rank.engine.ended[-1] is True
     assert rank.engine._poisoned
 
 

@@ -13,8 +13,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from wt_common import AgreementError, PeerLostError, RoundTimeoutError, TransportError, WeightTransferError
@@ -80,6 +80,8 @@ class Connection:
         self._decoder = FrameDecoder()
         self._send_lock = threading.Lock()
         self._closed = False
+        self._use_lock = threading.Lock()
+        self._num_uses = 0
 
     def __repr__(self) -> str:
         return f"<Connection to {self.peer}{' closed' if self._closed else ''}>"
@@ -156,20 +158,35 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket; blocked calls of other threads raise `PeerLostError`. Idempotent."""
-        self._closed = True
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        with self._use_lock:
+            self._closed = True
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            if not self._num_uses:
+                self._sock.close()
 
     def _wait(self, event: int, deadline: float | None) -> bool:
         """Whether the socket became ready for `event` before `deadline`; a closed one counts as ready."""
         if self._closed:
             raise PeerLostError(f"session: the connection to {self.peer} is closed")
         poll = select.poll()
-        with suppress(ValueError, OSError):  # closed meanwhile: the next socket call says so
+        with self._in_use(), suppress(ValueError, OSError):  # closed meanwhile: the next socket call says so
             poll.register(self._sock, event)
             return bool(poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3))
         return True
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """The descriptor stays ours: were it closed, poll could look at another socket of its number, and never wake."""
+        with self._use_lock:
+            self._num_uses += 1
+        try:
+            yield
+        finally:
+            with self._use_lock:
+                self._num_uses -= 1
+                if self._closed and not self._num_uses:
+                    self._sock.close()
 
 
 def connect(address: str, port: int, *, secret: str, session: str | None, hello: Hello, timeout_s: float) -> Connection:

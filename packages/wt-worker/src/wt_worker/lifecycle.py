@@ -261,6 +261,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def _abandon_round(self) -> bool:
         """No round is in progress; the model can serve. Returns whether the round had touched the model."""
         installer, self._installer = self._installer, None
+        if self._session is not None:
+            self._session.end_round()
         if installer is None:
             return False
         touched = True
@@ -269,8 +271,6 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         except Exception:
             logger.exception("the model could not be restored after a failed round: restart this engine")
         self._poisoned = self._poisoned or touched
-        if self._session is not None:
-            self._session.end_round()
         self._end_transfer(failed=True)
         return touched
 

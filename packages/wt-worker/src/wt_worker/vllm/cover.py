@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,8 @@ class Target:
     is_optional: bool
     """A non-persistent buffer: vLLM keeps the old one where no new one came."""
     boxes: set[_Box] = field(default_factory=set)
+    is_bypassed: bool = False
+    """A loader wrote the meta tensor on its own, so that vLLM will not write the real one."""
 
     def is_processed(self) -> bool:
         """Whether vLLM has replaced the meta tensor, as it does just before it writes the old one."""
@@ -59,6 +62,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     other operation in place counts as a change, not as cover. vLLM calls each loader once on the
     meta tensors, which is what is seen here, and once more when it processes the layer.
 
+    `is_kept(target)` says whether the load that is writing is one that vLLM will repeat.
+
     Attributes:
         targets: what is watched, by storage.
         is_rehearsal: leave tensors that are not on the meta device as they are.
@@ -66,10 +71,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         conflicts: tied parameters that were written twice, with different values.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, is_kept: Callable[[Target], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.targets: dict[torch.UntypedStorage, Target] = {}
         self.is_rehearsal = False
+        self._is_kept = is_kept
         self.has_written_live = False
         self.conflicts: list[str] = []
         self._tied = tied_storages(model)
@@ -116,6 +122,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             if isinstance(source, torch.Tensor) and source.untyped_storage() is storage:
                 return True  # vLLM copies onto itself what it never moved
             self.has_written_live |= not self.is_rehearsal
+        elif not self._is_kept(target):
+            target.is_bypassed = True
         if operation in {"copy_", "fill_", "zero_"} and written.numel():
             size = written.itemsize
             strides = tuple(step * size for step in written.stride())

@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from wt_common import PlanError
 from wt_common.session import Metadata
 from wt_worker.installers.base import InstallResult
-from wt_worker.vllm.cover import WriteRecorder
+from wt_worker.vllm.cover import Target, WriteRecorder
 from wt_worker.vllm.cpu import forget_moe_kernels, repack_tied_weights
 
 __all__ = ["LayerwiseInstaller"]
@@ -93,8 +93,7 @@ class LayerwiseInstaller:
             for layer in self._model.modules():
                 get_layerwise_info(layer).load_numel = _REHEARSAL
             self.install(batch)
-            if self.check_cover:
-                _refuse_partial(recorder)
+            _refuse_wrong_result(recorder, check_cover=self.check_cover)
         except PlanError as error:
             if "meta" not in str(error.__cause__):
                 raise
@@ -111,7 +110,7 @@ class LayerwiseInstaller:
         with self._vllm_context():
             if any(get_layerwise_info(layer).can_load() for layer in self._model.modules()):
                 self._restore()  # somebody else's round, left open
-            self._recorder = WriteRecorder(self._model)
+            self._recorder = WriteRecorder(self._model, _is_kept)
             try:
                 initialize_layerwise_reload(self._model)
                 self._recorder.watch(self._model)
@@ -165,8 +164,7 @@ class LayerwiseInstaller:
         recorder = self._open_round()
         try:
             with self._vllm_context():
-                if self.check_cover:
-                    _refuse_partial(recorder)
+                _refuse_wrong_result(recorder, check_cover=self.check_cover)
                 for layer in self._model.modules():
                     if _is_loaded(layer):
                         self._touched = True
@@ -244,6 +242,12 @@ def _is_loaded(layer: torch.nn.Module) -> bool:
     return info.kernel_tensors is None or info.load_numel not in {0, _REHEARSAL}
 
 
+def _is_kept(target: Target) -> bool:
+    """Whether the load that is writing `target` is kept: vLLM does so before it calls the loader."""
+    loads = get_layerwise_info(target.layer).loaded_weights
+    return bool(loads) and loads[-1][0] == target.leaf
+
+
 def _is_attention(layer: torch.nn.Module) -> bool:
     """Whether vLLM makes the tensors afresh when some of them (scales of the cache) were loaded."""
     if hasattr(attention, "is_deferred_attention_layer"):
@@ -264,9 +268,17 @@ def _skipped_names(model: torch.nn.Module) -> set[str]:
     return names.keys() - first.values()
 
 
-def _refuse_partial(recorder: WriteRecorder) -> None:
+def _refuse_wrong_result(recorder: WriteRecorder, *, check_cover: bool) -> None:
     partial = []
     for target in recorder.targets.values():
+        if target.is_bypassed:
+            raise _plan_error(
+                target.name,
+                f"{target.name} would keep its old value: the model's loader does not go through the "
+                "parameter's own, which is all that vLLM's layerwise reload sees; vLLM cannot update "
+                "this model while it runs",
+                phase="finish",
+            )
         if target.is_optional or _is_attention(target.layer):
             continue
         # What stays in place (a bias) may be left out as a whole; what is on the meta device, not.
@@ -274,7 +286,7 @@ def _refuse_partial(recorder: WriteRecorder) -> None:
             num_written, num_expected = target.num_written(), target.num_expected()
             if num_written < num_expected:
                 partial.append((target.name, f"{num_written} of {num_expected} elements"))
-    if partial:
+    if partial and check_cover:
         raise _plan_error(
             partial[0][0],
             "; ".join(f"{name} got {got}" for name, got in partial[:5])

@@ -1,0 +1,138 @@
+"""The engines of the matrix: how each is started, reached by a trainer, and asked what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from harness import VLLMServer, WorkerHost, together
+
+__all__ = ["Engine", "Running"]
+
+
+class Engine(Protocol):
+    """One or several vLLM engines that get the same weights."""
+
+    def reach(self) -> dict[str, Any]:
+        """What a trainer's configuration says to reach it (`workers`, `base_urls` or `actors`)."""
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[list[float]]:
+        """Log-probability of each prompt token after the first, from every engine."""
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[list[int]]:
+        """The next tokens, from every engine."""
+
+    def weight_versions(self) -> list[str]:
+        """The label of every engine."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class InProcess:
+    """vLLM's `LLM` in a process of its own."""
+
+    def __init__(self, model: Path, directory: Path, **config: Any) -> None:
+        self.host = WorkerHost("vllm", directory, model=str(model), **config)
+        assert self.host.port
+
+    def reach(self) -> dict[str, Any]:
+        return {"workers": [self.host.port]}
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[list[float]]:
+        return [self.host.call("prompt_logprobs", token_ids=token_ids)]
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[list[int]]:
+        return [self.host.call("greedy", token_ids=token_ids, num_tokens=num_tokens)]
+
+    def weight_versions(self) -> list[str]:
+        return [self.host.call("weight_version")]
+
+    def close(self) -> None:
+        self.host.close()
+
+
+class Servers:
+    """Unmodified OpenAI servers."""
+
+    def __init__(self, model: Path, directory: Path, count: int = 1, **config: Any) -> None:
+        self.servers = [VLLMServer(model, directory, **config) for _ in range(count)]
+        for server in self.servers:
+            server.wait_ready()
+
+    def reach(self) -> dict[str, Any]:
+        return {"base_urls": [server.base_url for server in self.servers]}
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[list[float]]:
+        return [server.prompt_logprobs(token_ids) for server in self.servers]
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[list[int]]:
+        return [server.greedy(token_ids, num_tokens) for server in self.servers]
+
+    def weight_versions(self) -> list[str]:
+        return [server.weight_version() for server in self.servers]
+
+    def close(self) -> None:
+        together(*(server.close for server in self.servers))
+
+
+class RayActors:
+    """Two Ray actors, each around an `LLM`, held by a process that the trainer's Ray client joins."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self.host = WorkerHost("ray", directory, model=str(model), num_actors=2)
+        assert self.host.port
+
+    def reach(self) -> dict[str, Any]:
+        return {"actors": self.host.call("names"), "ray_address": self.host.call("address")}
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[list[float]]:
+        return self.host.call("each", method="prompt_logprobs", arguments=[token_ids])
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[list[int]]:
+        return self.host.call("each", method="greedy", arguments=[token_ids, num_tokens])
+
+    def weight_versions(self) -> list[str]:
+        return self.host.call("each", method="weight_version", arguments=[])
+
+    def close(self) -> None:
+        self.host.call("stop")
+        self.host.close()
+
+
+_MAKERS: dict[str, Callable[[Path, Path], Engine]] = {
+    "inprocess": InProcess,
+    "inprocess-tp2": lambda model, directory: InProcess(model, directory, tensor_parallel_size=2),
+    "inprocess-bf16": lambda model, directory: InProcess(model, directory, dtype="bfloat16"),
+    "http": Servers,
+    "http-tp2": lambda model, directory: Servers(model, directory, tensor_parallel_size=2),
+    "two-servers": lambda model, directory: Servers(model, directory, count=2),
+    "ray": RayActors,
+}
+
+
+class Running:
+    """The engine that runs now. Two real vLLMs do not fit beside each other on a small machine."""
+
+    def __init__(self, directories: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> None:
+        self._directories = directories
+        self._checkpoint = checkpoint
+        self._key: tuple[str, str] | None = None
+        self._engine: Engine | None = None
+
+    def get(self, kind: str, model: str) -> Engine:
+        """The engine of this kind, serving this model; started unless it is the one that runs."""
+        if self._engine is None or self._key != (kind, model):
+            self.stop()
+            directory = self._directories.mktemp(f"{kind}-{model}")
+            self._engine = _MAKERS[kind](self._checkpoint(model), directory)
+            self._key = (kind, model)
+        return self._engine
+
+    def stop(self) -> None:
+        """End the engine that runs, if one does."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._key = None
