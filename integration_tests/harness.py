@@ -67,10 +67,10 @@ class HostClient:
         assert self._port is not None
         return self._port
 
-    def call(self, name: str, timeout_s: float = 120, **args: Any) -> Any:
+    def call(self, name: str, reply_within_s: float = 120, **args: Any) -> Any:
         """The result of one call; raises HostError with what was raised there."""
         with (
-            socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s) as connection,
+            socket.create_connection(("127.0.0.1", self.port), timeout=reply_within_s) as connection,
             connection.makefile("rwb") as stream,
         ):
             stream.write(json.dumps({"call": name, "args": args}).encode() + b"\n")
@@ -269,7 +269,14 @@ class VLLMServer:
     """An unmodified vLLM OpenAI server with the wt-worker plugin, and the few questions that tests ask it."""
 
     def __init__(
-        self, model: Path, directory: Path, *, backend: str = "wt_gloo", tensor_parallel_size: int = 1, **extra: str
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        backend: str = "wt_gloo",
+        tensor_parallel_size: int = 1,
+        arguments: tuple[str, ...] = (),
+        **extra: str,
     ) -> None:
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
@@ -279,7 +286,7 @@ class VLLMServer:
             *("--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
             *("--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tensor_parallel_size)),
-            *("--weight-transfer-config", json.dumps({"backend": backend})),
+            *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
         ]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

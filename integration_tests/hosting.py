@@ -6,6 +6,7 @@ run one at a time on the main thread, as in an inference worker or a training lo
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ import time
 import traceback
 import zlib
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -53,13 +55,14 @@ def answer(host: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 def process_stats() -> dict[str, Any]:
     """What must stay flat over many rounds, and what must not be left behind by a failed one."""
+    gc.collect()  # a failed round's traceback may keep the sockets of an engine that was dropped
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "resident_bytes": resident,
-        "pid": os.getpid(),
+        "children": [line for line in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()],
     }
 
 

@@ -172,7 +172,7 @@ def test_frozen_trainer(cast: Cast) -> None:
     workers, (trainer,) = slow_round(cast, 2, timeout_s=TIMEOUT_S)
     started = time.monotonic()
     outcome = together(
-        lambda: raises(lambda: trainer.call("send", timeout_s=30)),
+        lambda: raises(lambda: trainer.call("send", reply_within_s=30)),
         lambda: (time.sleep(0.6), trainer.signal(signal.SIGSTOP)),
         lambda: (
             time.sleep(TIMEOUT_S + 1),

@@ -168,6 +168,10 @@ class Trainer:
         """What the source yields from now on differs from its metadata in the named way; `none` puts it right."""
         self.source.edit = _EDITS[kind](param)
 
+    def stop_after(self, count: int) -> None:
+        """The source's iterator ends after this many parameters; -1 is all."""
+        self.source.stop_after = count
+
     def slow(self, pause_s: float) -> None:
         self.source.pause_s = pause_s
 
@@ -204,30 +208,46 @@ def _build_hf(trainer: Trainer, seed: int) -> torch.nn.Module:
 
 
 class CheckpointSource(WeightSource):
-    """A Hugging Face model under the names of its checkpoint, with one left out on request."""
+    """A Hugging Face model under the names of its checkpoint.
 
-    def __init__(self, model: torch.nn.Module, withhold: str | None = None) -> None:
+    On request one name is left out, or goes under another name or shape (in metadata and data alike), or the iterator ends early.
+    """
+
+    def __init__(self, model: torch.nn.Module, withhold: str = "", lie: str = "", lie_about: str = "") -> None:
         self.model = model
         self.withhold = withhold
+        self.lie, self.lie_about = lie, lie_about
+        self.stop_after = -1
+        self.pause_s = 0.0
 
     def _items(self) -> list[tuple[str, torch.Tensor]]:
         import models
 
-        return [item for item in models.checkpoint_items(self.model) if item[0] != self.withhold]
+        return [self._tell(*item) for item in models.checkpoint_items(self.model) if item[0] != self.withhold]
+
+    def _tell(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        if name != self.lie_about:
+            return name, tensor
+        return {
+            "renamed": (f"{name}.renamed", tensor),
+            "reshaped": (name, torch.cat([tensor, tensor[:1]])),
+        }[self.lie]
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._items()]
 
     def iter_full(self):
-        yield from self._items()
+        for name, tensor in self._items()[: None if self.stop_after < 0 else self.stop_after]:
+            time.sleep(self.pause_s)
+            yield name, tensor
 
 
 def _hf_whole(trainer: Trainer) -> WeightSource:
     """A Hugging Face model, whole on every rank."""
     model = _build_hf(trainer, 0)
     trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict()) and None
-    return CheckpointSource(model)
+    return CheckpointSource(model, lie=trainer.config.get("lie", ""), lie_about=trainer.config.get("lie_about", ""))
 
 
 def _none(trainer: Trainer) -> WeightSource | None:

@@ -47,7 +47,7 @@ INSTANCES: list[Message] = [
     wire.Enter(round=3, group=2),
     wire.Failed(round=3, error=ERROR, stopped=True),
     wire.Finishing(round=3),
-    wire.Go(round=3, epoch=2, rank=1, world_size=5, remaining_s=12.5),
+    wire.Go(round=3, epoch=2, rank=1, world_size=5, remaining_s=12.5, casts={"layers.0.bias": "bfloat16"}),
     wire.Hello(
         role="worker",
         engine="engine-é",
@@ -71,7 +71,7 @@ INSTANCES: list[Message] = [
         roots=[root for _, _, _, root in ROWS],
     ),
     wire.Position(round=3, index=17),
-    wire.Ready(round=3, knows_metadata=False),
+    wire.Ready(round=3, knows_metadata=False, casts={"layers.0.bias": "bfloat16"}),
     wire.Refused(error=ERROR),
     wire.RoundOutcome(round=3, report={"round": 3, "notes": []}, error=ERROR, run_to=17),
     wire.State(round=3, open=True, poisoned=True),
@@ -135,7 +135,9 @@ def test_every_message_class_has_an_instance_here():
     assert {type(message) for message in INSTANCES} == classes
     assert len({message.type for message in INSTANCES}) == len(INSTANCES) == len(classes)
     for message in INSTANCES:
-        assert all(getattr(message, field.name) != field.default for field in dataclasses.fields(message)), message
+        for field in dataclasses.fields(message):
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            assert getattr(message, field.name) != default, f"{message.type}.{field.name}"
 
 
 @each()

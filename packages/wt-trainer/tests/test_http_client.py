@@ -246,6 +246,28 @@ def test_call_is_one_post_to_every_server(servers, call, count):
         assert request.headers.get("Content-Type") == ("application/json" if body else None)
 
 
+def test_draft_updates_start_on_another_route(server):
+    """Within `draft()` an update is opened on the draft model; the other calls are the same, and it ends with an error too."""
+    client = client_of(server)
+
+    def update_draft():
+        with client.draft():
+            client.start_weight_update()
+            client.update_weights({})
+            client.finish_weight_update()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        update_draft()
+    client.start_weight_update()
+    assert server.posts() == [
+        "/start_draft_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/start_weight_update",
+    ]
+
+
 def test_path_of_the_url_is_kept(server):
     """A server behind a path prefix is called under it."""
     HTTPVLLMWeightSyncClient(f"{server.url}/a/b/").start_weight_update()

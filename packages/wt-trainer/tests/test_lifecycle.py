@@ -65,6 +65,12 @@ class Source(WeightSource):
         yield "b", torch.zeros(3, dtype=torch.int8)
 
 
+class LocalOnly(WeightSource):
+    """One without the iterator that the engine needs."""
+
+    metadata = Source.metadata
+
+
 @dataclass
 class ToyInitInfo(SessionFields, TrainerInitInfo):
     backend: ClassVar[str] = "toy"
@@ -78,15 +84,17 @@ class ToyEngine(SessionTrainerEngine[ToyInitInfo]):
     def _init_fields(self):
         return {"toy": 1}
 
-    def _transmit(self, session, round_):
+    def _transmit(self, session, round_, metadata, casts):
+        self.sent = metadata.cast(casts)
         workers = session.workers
         for index, peer in enumerate(workers):
             go = Go(round=round_.number, epoch=1, rank=1 + index, world_size=1 + len(workers), remaining_s=1)
             session.send([peer], go)
         round_.num_entered = 1
-        return sum(tensor.nbytes for _, tensor in self.source)
+        assert [name for name, _ in self._round_source] == list(metadata.names)
+        return sum(self.sent.sizes_bytes)
 
-    def _assist(self, session, round_):
+    def _assist(self, session, round_, metadata):
         raise NotImplementedError
 
     def _end_transfer(self, *, failed):
@@ -101,6 +109,7 @@ class ToyWorker:
         self.open = False
         self.touched = False  # what it answers to an abort; None is no answer
         self.knows = set()
+        self.casts = {}
         self.heard = []  # every message but questions, in order
         self.inbox = queue.Queue()
         self.over = threading.Event()
@@ -113,10 +122,10 @@ class ToyWorker:
                 if isinstance(message, AskState):
                     self.peer.send(State(round=message.round, open=self.open, poisoned=False))
                     continue
-                if isinstance(message, Abort) and self.touched is not None:
-                    self.peer.send(Ended(round=message.round, touched=self.touched))
                 self.heard.append(message)
                 self.inbox.put(message)
+                if isinstance(message, Abort) and self.touched is not None:
+                    self.peer.send(Ended(round=message.round, touched=self.touched))
         except (EOFError, OSError):
             self.over.set()
             self.inbox.put(None)
@@ -136,11 +145,11 @@ class ToyWorker:
 
     def update(self, info):
         number, digest = info["round"], info["metadata_digest"]
-        self.peer.send(Ready(round=number, knows_metadata=digest in self.knows))
         if digest not in self.knows:
+            self.peer.send(Ready(round=number, knows_metadata=False))
             self.metadata = self.take(Metadata)
             self.knows.add(digest)
-            self.peer.send(Ready(round=number, knows_metadata=True))
+        self.peer.send(Ready(round=number, knows_metadata=True, casts=self.casts))
         self.go = self.take(Go)
         self.peer.send(Installed(round=number, num_bytes=11, seconds={"receive": 0.5}, not_synced=["c"]))
 
@@ -154,6 +163,8 @@ class ToyClient:
 
     `before` and `after` are called with a call's name on its thread, so that a test can have it wait or fail.
     """
+
+    is_draft = False
 
     def __init__(self, connect, ranks=(("e0", 0, 1),)):
         self.connect = connect
@@ -182,7 +193,7 @@ class ToyClient:
 
     def finish_weight_update(self, weight_version=None):
         self._begin(f"finish {weight_version}")
-        if weight_version is not None:
+        if weight_version is not None or self.is_draft:
             self._on_all(lambda worker: worker.finish(self.round))
         for worker in self.workers:
             worker.open = False
@@ -217,6 +228,7 @@ class ServingClient(ToyClient):
     size = 1
     notes = ()
     held = False
+    version = "v0"
 
     @contextmanager
     def bounded(self, seconds):
@@ -230,9 +242,11 @@ class ServingClient(ToyClient):
         return self.size
 
     def weight_version(self):
-        return None
+        self._begin("version")
+        return self.version
 
-    def set_weight_version(self, version): ...
+    def set_weight_version(self, version):
+        self.version = version
 
     @contextmanager
     def paused(self, mode=None):
@@ -302,7 +316,7 @@ def test_init_ships_what_the_sides_must_agree_on(make_client, make_engine):
     ("source", "error", "text"),
     [
         (None, ConfigurationError, "pass a WeightSource"),
-        (type("LocalOnly", (WeightSource,), {"metadata": Source.metadata})(), SourceModeError, r"iter_full\(\)"),
+        (LocalOnly(), SourceModeError, r"iter_full\(\)"),
     ],
     ids=["no source", "no iter_full"],
 )
@@ -359,6 +373,21 @@ def test_failed_init_call_is_the_inits_error(make_client, make_engine):
         make_engine(client)
     assert caught.value.phase == "init"
     assert client.workers[0].over.wait(WAIT_S)
+
+
+def test_foreign_error_in_the_init_closes_the_session(make_client):
+    """Whatever ends the init, the session is closed: its port is free again."""
+    ports = []
+
+    class Broken(ToyEngine):
+        def _init_fields(self):
+            ports.append(self._session.port)
+            raise KeyError("fields")
+
+    with pytest.raises(KeyError):
+        Broken.trainer_init(ToyInitInfo("127.0.0.1", rank=0), client=make_client(), source=Source())
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", *ports), timeout=WAIT_S)
 
 
 def test_hanging_init_call_is_ended_by_the_deadline(make_client, make_engine):
@@ -424,6 +453,52 @@ def test_version_is_the_callers_or_the_rounds_number(make_client, make_engine):
     assert engine.send_weights(weight_version="step-7").version == "step-7"
     assert engine.send_weights().version == "2"
     assert client.calls[3::3] == ["finish step-7", "finish 2"]
+
+
+def test_dtype_that_all_workers_hold_is_sent(make_client, make_engine):
+    """Where every worker holds a parameter in the same other dtype, the sender casts; where they differ, the workers do."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    client.workers[0].casts = {"a": "bfloat16"}
+    assert engine.send_weights().num_cast == 0
+    client.workers[1].casts = {"a": "bfloat16"}
+    report = engine.send_weights()
+    assert (report.num_cast, report.num_bytes) == (1, 7)
+    assert engine.sent.dtype_names == ("bfloat16", "int8")
+
+
+def test_another_source_is_sent_for_one_round(make_client, make_engine):
+    """A source that is given for a round is sent in it, with its own metadata, and the engine's own in the next."""
+    client = make_client()
+    engine = make_engine(client)
+    other = type("Other", (Source,), {"metadata": cached_property(lambda self: Source.metadata.func(self)[:1])})()
+    other.iter_full = lambda: iter([("a", torch.zeros(2))])
+    assert engine.send_weights(source=other).num_parameters == 1
+    assert client.workers[0].metadata.names == ["a"]
+    assert engine.send_weights().num_parameters == 2
+    assert client.workers[0].metadata.names == ["a", "b"]
+    with pytest.raises(SourceModeError):
+        engine.send_weights(source=LocalOnly())
+
+
+def test_draft_round_publishes_no_version(make_client, make_engine):
+    """A round of the draft model finishes without a version, and the report says none."""
+    client = make_client()
+    engine = make_engine(client)
+    client.is_draft = True
+    assert engine.send_weights(weight_version="v").version is None
+    assert client.calls[-1] == "finish None"
+
+
+def test_backend_without_draft_support_refuses_before_a_call(make_client, make_engine):
+    """A backend that cannot update draft models says so before anything is called."""
+    client = make_client()
+    engine = make_engine(client)
+    engine.supports_draft_weight_update = False
+    client.is_draft = True
+    with pytest.raises(ConfigurationError, match="backend 'toy' cannot update draft models"):
+        engine.send_weights()
+    assert client.calls == ["init"]
 
 
 def test_client_whose_finish_takes_no_version_is_called_without(make_client, make_engine):
@@ -533,6 +608,44 @@ def test_failed_worker_decides_the_outcome(make_client, make_engine, touched, ou
     error = caught.value
     assert (error.side, error.engine, error.rank, error.param) == ("worker", "e0", 0, "b")
     assert (error.phase, error.outcome) == ("update", outcome)
+
+
+@pytest.mark.parametrize("version", ["v0", "v0+poisoned"])
+def test_poisoned_servers_say_so(make_client, make_engine, version):
+    """Where a failed round left bytes behind, the servers' label gets a suffix, once."""
+    client = make_client(ServingClient)
+    engine = make_engine(client)
+    client.version = version
+    client.workers[0].touched = True
+    client.after = failing("update", TransportError("500"))
+    with pytest.raises(TransportError) as caught:
+        engine.send_weights()
+    assert caught.value.outcome == Outcome.POISONED
+    assert client.version == "v0+poisoned"
+
+
+def test_unchanged_servers_keep_their_label(make_client, make_engine):
+    """A round that touched nothing changes no label."""
+    client = make_client(ServingClient)
+    engine = make_engine(client)
+    client.after = failing("start", TransportError("500"))
+    with pytest.raises(TransportError, match="500"):
+        engine.send_weights()
+    assert client.version == "v0"
+
+
+@pytest.mark.parametrize("kind", [ToyClient, ServingClient])
+def test_label_that_cannot_be_set_is_noted(make_client, make_engine, kind):
+    """Where the label of poisoned servers cannot be set, the error says so, and is still the round's own."""
+    client = make_client(kind)
+    engine = make_engine(client)
+    client.version = None
+    client.workers[0].touched = True
+    client.after = failing("update", TransportError("500"))
+    with pytest.raises(TransportError, match="500") as caught:
+        engine.send_weights()
+    assert caught.value.outcome == Outcome.POISONED
+    assert "label not set" in "".join(caught.value.__notes__)
 
 
 def test_dead_worker_fails_this_round_and_the_next(make_client, make_engine):

@@ -53,6 +53,17 @@ def test_message_carries_it():
     assert message.roots == [0, 0, 2]
 
 
+def test_cast_metadata_have_the_dtypes_of_the_wire():
+    """Casts change dtypes and sizes of the named parameters, and so the digest; without casts nothing changes."""
+    metadata = RoundMetadata.of(Listed(*METAS), 3)
+    assert metadata.cast({}) is metadata
+    cast = metadata.cast({"b": "bfloat16", "a": "float32"})
+    assert cast.dtype_names == ("float32", "bfloat16", "int8")
+    assert cast.sizes_bytes == (24, 2, 5)
+    assert (cast.names, cast.shapes, cast.roots) == (metadata.names, metadata.shapes, metadata.roots)
+    assert cast.digest != metadata.digest
+
+
 def test_name_that_comes_twice_is_refused():
     """Two parameters of one name are a plan error that names it."""
     with pytest.raises(PlanError, match="parameter 'b' comes twice") as caught:

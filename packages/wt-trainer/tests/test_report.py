@@ -17,6 +17,7 @@ def report():
         outcome=Outcome.COMMITTED,
         backend="gloo",
         num_parameters=12,
+        num_cast=2,
         num_bytes=5_000_000,
         seconds={"update": 0.02, "total": 0.025},
         workers=(

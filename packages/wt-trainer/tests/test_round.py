@@ -245,6 +245,22 @@ def test_failed_call_fails_the_round_at_once(round_):
     assert (error.side, error.round) == ("trainer", 3)
 
 
+def test_second_hand_failure_counts_where_nothing_better_comes(round_):
+    """What is noticed of somebody else's failure fails the round, a moment later."""
+    noticed = TransportError("the collective broke")
+    round_.fail_second_hand(noticed)
+    assert round_.failure is noticed
+
+
+def test_second_hand_failure_gives_way_to_first_hand(round_, in_thread):
+    """Who failed says best why, also when its words come a little after what others notice."""
+    noticing = in_thread(lambda: round_.fail_second_hand(TransportError("the collective broke")))
+    round_.fail(PlanError("no room"))
+    noticing.value()
+    assert str(round_.failure.message) in {"no room", "the collective broke"}
+    assert isinstance(round_.failure, PlanError)
+
+
 def test_failed_call_gives_way_to_the_failed_peers_own_words(round_):
     """A worker that fails says why on its connection, while its call says so too, perhaps sooner: its words count."""
     failing = threading.Event()

@@ -88,6 +88,20 @@ def test_get_after_its_deadline_returns_what_is_there(store):
     assert time.monotonic() - started < 5
 
 
+def test_get_ends_when_it_is_abandoned(in_thread):
+    """A reader that is abandoned does not wait for its deadline, once the condition is notified; a key that is there counts."""
+    changed, state = threading.Condition(), []
+    store = RendezvousStore(changed, lambda message, origin: None)
+    reader = in_thread(lambda: store.get(1, "k", soon(), lambda: bool(state)))
+    with changed:
+        state.append("abandoned")
+        changed.notify_all()
+    with pytest.raises(RoundTimeoutError, match="'k'"):
+        reader.value()
+    store.set(1, "k", b"v")
+    assert store.get(1, "k", soon(), lambda: True) == b"v"
+
+
 def test_has_does_not_wait(store):
     """`has` answers at once, for the epoch asked about."""
     assert not store.has(1, "k")

@@ -75,7 +75,7 @@ def test_registered_class_is_used():
 
 
 def test_any_configuration_with_a_backend_will_do():
-    """vLLM's own configuration class is not ours: only its `backend` counts."""
+    """The configuration may be of vLLM's own class, not ours: only its `backend` counts."""
     WeightTransferEngineFactory.register_engine("mine", MineEngine)
     config = SimpleNamespace(backend="mine", other=1)
     vllm_config = SimpleNamespace(parallel_config=None, model_config=None)

@@ -43,7 +43,9 @@ from wt_worker.lifecycle import SessionWeightTransferEngine
 
 WAIT_S = 10
 NAMES, DTYPES, SHAPES = ["a", "b"], ["float32", "int8"], [[2], [3]]
-DIGEST = metadata_digest((name, dtype, tuple(shape), 0) for name, dtype, shape in zip(NAMES, DTYPES, SHAPES, strict=True))
+DIGEST = metadata_digest(
+    (name, dtype, tuple(shape), 0) for name, dtype, shape in zip(NAMES, DTYPES, SHAPES, strict=True)
+)
 
 
 # --- what takes part -------------------------------------------------------------------------------------------
@@ -366,7 +368,9 @@ def test_probe_finds_a_live_session_and_leaves_it(rank, open_sender):
     """A probe of an engine that is being served is refused with session and round, and replaces nothing."""
     rank.update(1)
     rank.finish(1)
-    with pytest.raises(AgreementError, match=rf"busy: session {rank.sender.session} is \d+ s old and in round 1") as caught:
+    with pytest.raises(
+        AgreementError, match=rf"busy: session {rank.sender.session} is \d+ s old and in round 1"
+    ) as caught:
         rank.books.init(open_sender(session="2222").info(dict, probe=True))
     assert caught.value.phase == "init"
     rank.update(2)
@@ -717,7 +721,7 @@ def test_metadata_that_differ_from_their_digest(rank):
 def test_bad_update_info(rank, silent, caplog):
     """An update call that cannot be parsed is raised by the last rank alone, and leaves the update as vLLM has it."""
     rank.books.start()
-    with pytest.raises(ValueError, match="update_info for ToyEngine is invalid.*round"):
+    with pytest.raises(ValueError, match=r"update_info for ToyEngine is invalid.*round"):
         rank.books.update("first")
     assert state(rank.peer) == (rank.books.open, False) == (False, False)
     silent.books.start()

@@ -1,7 +1,9 @@
 """A worker's end of the agreement channel, against a listening socket that the test scripts."""
 
+import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -426,3 +428,15 @@ def test_left_session_fails_its_round_and_frees_its_threads(join, in_thread, unt
         waiting.value()
     name = f"wt-session-reader {session.id}"
     until(lambda: name not in {thread.name for thread in threading.enumerate()}, "the reader's end")
+
+
+def test_reader_ends_whoever_gets_its_descriptor(join, until):
+    """A session that is left frees its reader for good, although the next socket takes the number of the closed one."""
+    with ExitStack() as stack:
+        for _ in range(30):
+            session, _ = join()
+            session.leave(TransportError("why"))
+            for each in socket.socketpair():
+                stack.enter_context(each)
+        name = f"wt-session-reader {session.id}"
+        until(lambda: name not in {thread.name for thread in threading.enumerate()}, "the readers' end")

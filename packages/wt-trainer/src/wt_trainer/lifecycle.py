@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -118,9 +119,10 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 engine._connect()
             else:
                 engine._follow()
-        except WeightTransferError as exc:
+        except BaseException as exc:
             engine.shutdown()
-            exc.fill(side=Side.TRAINER, rank=engine.rank, phase=Phase.INIT, backend=engine.backend)
+            if isinstance(exc, WeightTransferError):
+                exc.fill(side=Side.TRAINER, rank=engine.rank, phase=Phase.INIT, backend=engine.backend)
             raise
         return engine
 
@@ -147,6 +149,9 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             self._ranks.share({"error": error_to_wire(exc)})
             raise
         self._session = session
+        weakref.finalize(
+            self, session.close
+        )  # an engine that is dropped without shutdown() leaves no socket and no thread
         with self._bounded_calls(), session.running(0, self._timeout_s) as round_:
             where = {"address": session.address, "port": session.port, "secret": session.secret, "session": session.id}
             self._ranks.share(where)
@@ -183,6 +188,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             timeout_s=self._timeout_s,
         )
         self._following = FollowerSession(connection)
+        weakref.finalize(self, self._following.close)
         with self._following.running(0, self._timeout_s) as round_:
             outcome = self._following.outcome(round_)
         if outcome.error is not None:

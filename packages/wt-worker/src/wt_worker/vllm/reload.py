@@ -72,9 +72,9 @@ class LayerwiseInstaller:
     def check(self, metadata: Metadata) -> None:
         """Raises what `install` and `finish` would raise for such a round; the model is as before.
 
-        A rehearsal with tensors that have no content: about 0.4 ms a name. If a loader wants to
-        know a value, nothing is known before the round; then, or for a tensor too large (loaders
-        take the part that they need), the round itself may fail or be wrong.
+        A rehearsal with tensors that have no content, for metadata that are new: it takes about
+        0.6 ms a name (12 layers of 64 experts, one core). It passes if a loader wants to know a
+        value, and for a tensor larger than expected, of which loaders take the part that they need.
 
         Raises:
             PlanError: the model has no place for a name or shape, or a layer would get a part only.
