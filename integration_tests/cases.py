@@ -1,7 +1,7 @@
 """The matrix, as data: which model, trainer layout and engine are tested together.
 
-`DEFAULT` is what a plain `nox` runs: few engines, each started once and used by its cells one after the other. `ALL` is every cell
-(`nox -s integration -- --all`). Together they contain every value of every axis.
+`DEFAULT` is what a plain `nox` runs: few engines, each started once and used by its cells one after the other. `ALL` is every
+cell (`nox -s integration -- --all`). Together they contain every value of every axis.
 """
 
 from __future__ import annotations

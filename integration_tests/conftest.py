@@ -23,11 +23,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `case` runs once per cell."""
+    """A test that takes `case` runs once per cell; one that takes a `server`, with two ranks, and with `--all` also with one."""
+    if "server" in metafunc.fixturenames:
+        sizes = [2, 1] if metafunc.config.getoption("--all") else [2]
+        metafunc.parametrize("server", sizes, ids=[f"tp{size}" for size in sizes], indirect=True, scope="module")
     if "case" in metafunc.fixturenames:
         chosen = cases.ALL if metafunc.config.getoption("--all") else cases.DEFAULT
         chosen = sorted(chosen, key=lambda case: (cases.ENGINES.index(case.engine), case.model))
         metafunc.parametrize("case", chosen, ids=str)
+
+
+_MEASURED = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What `measured` collects."""
+    config.stash[_MEASURED] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The times that tests measured, from which the README's table is written."""
+    for line in config.stash[_MEASURED]:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> Callable[[float], None]:
+    """Records how long the test's event took to be noticed, in seconds."""
+    return lambda seconds: request.config.stash[_MEASURED].append(f"measured {request.node.name}: {seconds:.2f} s")
 
 
 @pytest.fixture(scope="session")

@@ -46,12 +46,15 @@ def worker_python() -> str:
     return os.environ["WT_WORKER_PYTHON"]
 
 
-def worker_environment(**extra: str) -> dict[str, str]:
-    """The environment of a worker process: ours, with the worker's own PYTHONPATH."""
+def worker_environment(packages: Path | None = None, **extra: str) -> dict[str, str]:
+    """The environment of a worker process: ours, with the worker's own PYTHONPATH, and what is installed in `packages`."""
     environment = {**os.environ, **WORKER_ENVIRONMENT, **extra}
     environment.pop("PYTHONPATH", None)
+    paths = [str(packages)] if packages else []
     if "WT_WORKER_PYTHONPATH" in os.environ:
-        environment["PYTHONPATH"] = os.environ["WT_WORKER_PYTHONPATH"]
+        paths.append(os.environ["WT_WORKER_PYTHONPATH"])
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
 
 
@@ -164,9 +167,9 @@ class _HostProcess(HostClient):
 class WorkerHost(_HostProcess):
     """A worker process under `worker_host.py`: `bare` (an engine around a small module) or `vllm` (a whole vLLM)."""
 
-    def __init__(self, kind: str, directory: Path, **config: Any) -> None:
+    def __init__(self, kind: str, directory: Path, *, packages: Path | None = None, **config: Any) -> None:
         command = [worker_python(), str(HERE / "worker_host.py"), kind]
-        super().__init__(command, config, worker_environment(), directory)
+        super().__init__(command, config, worker_environment(packages), directory)
 
 
 class TrainerHost(_HostProcess):
@@ -276,7 +279,7 @@ class VLLMServer:
         backend: str = "wt_gloo",
         tensor_parallel_size: int = 1,
         arguments: tuple[str, ...] = (),
-        **extra: str,
+        packages: Path | None = None,
     ) -> None:
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
@@ -293,7 +296,7 @@ class VLLMServer:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=worker_environment(VLLM_SERVER_DEV_MODE="1", **extra),
+                env=worker_environment(packages, VLLM_SERVER_DEV_MODE="1"),
                 cwd=directory,
                 start_new_session=True,
             )
@@ -353,7 +356,7 @@ class VLLMServer:
             self.signal(signal.SIGKILL)
             self.process.wait(timeout=10)
 
-    def __enter__(self) -> VLLMServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

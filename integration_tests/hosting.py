@@ -22,9 +22,9 @@ from typing import Any
 def serve(host: Any, port_file: str) -> None:
     """Answer calls with the methods of `host`, until one is `exit`. The port appears in `port_file` when this begins."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-    with open(port_file + ".part", "w") as file:
-        file.write(str(listener.getsockname()[1]))
-    os.replace(port_file + ".part", port_file)
+    part = Path(port_file + ".part")
+    part.write_text(str(listener.getsockname()[1]))
+    part.replace(port_file)
     while True:
         connection, _ = listener.accept()
         with connection, connection.makefile("rwb") as stream:
@@ -56,13 +56,12 @@ def answer(host: Any, request: dict[str, Any]) -> dict[str, Any]:
 def process_stats() -> dict[str, Any]:
     """What must stay flat over many rounds, and what must not be left behind by a failed one."""
     gc.collect()  # a failed round's traceback may keep the sockets of an engine that was dropped
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "resident_bytes": resident,
-        "children": [line for line in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()],
+        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text().split(),
     }
 
 

@@ -11,6 +11,8 @@ import pytest
 from harness import Cast, HostError, TrainerHost, WorkerHost, together
 from test_rounds import MANY, committed, raises
 
+Measured = Callable[[float], None]
+
 TIMEOUT_S = 4.0  # of the rounds that only a deadline ends
 PROMPT_S = 2.0  # within which every other failure must have raised
 OP_TIMEOUT_S = 5.0  # of a gloo operation: what an abandoned thread may take to end
@@ -90,7 +92,7 @@ def next_round_commits(workers: list[WorkerHost], trainers: list[TrainerHost], *
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("size", [1, 2])
-def test_worker_killed_in_mid_round(cast: Cast, size: int, num_ranks: int) -> None:
+def test_worker_killed_in_mid_round(cast: Cast, measured: Measured, size: int, num_ranks: int) -> None:
     """Every trainer rank raises promptly, naming the rank; with a new worker and a new init the next round commits."""
     workers, trainers = slow_round(cast, size, num_ranks)
     errors = together(
@@ -103,6 +105,7 @@ def test_worker_killed_in_mid_round(cast: Cast, size: int, num_ranks: int) -> No
         assert error["engine"] == "e/0"
         assert error["outcome"] == "poisoned"
         assert after_s < PROMPT_S
+    measured(max(after_s for _, after_s in errors))
     for survivor in [*workers[:-1], *trainers]:
         assert_no_thread_left(survivor)
     replacement = cast.worker(MANY, engine="e", rank=size - 1, size=size)
@@ -113,7 +116,7 @@ def test_worker_killed_in_mid_round(cast: Cast, size: int, num_ranks: int) -> No
     next_round_commits(everyone, trainers, init=True)
 
 
-def test_worker_killed_in_mid_broadcast(cast: Cast) -> None:
+def test_worker_killed_in_mid_broadcast(cast: Cast, measured: Measured) -> None:
     """A kill that meets a broadcast under way, which gloo does not report, is known from the closed connection."""
     workers = cast.engine(BIG, 1)
     trainer = cast.trainer(workers, parameters=BIG)
@@ -122,6 +125,7 @@ def test_worker_killed_in_mid_broadcast(cast: Cast) -> None:
     error, after_s = mid_round(lambda: trainer.call("send"), workers[0].kill, 0.15)
     assert error["type"] == "PeerLostError"
     assert after_s < PROMPT_S
+    measured(after_s)
     assert_no_thread_left(trainer)
     replacement = cast.worker(BIG, engine="e", rank=0, size=1)
     trainer.call("reach", workers=[replacement.port])
@@ -130,7 +134,7 @@ def test_worker_killed_in_mid_broadcast(cast: Cast) -> None:
 
 @pytest.mark.parametrize("moment", ["update", "installing", "finish"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_worker_answers_with_an_error(cast: Cast, size: int, moment: str) -> None:
+def test_worker_answers_with_an_error(cast: Cast, measured: Measured, size: int, moment: str) -> None:
     """An exception in a worker's engine reaches the trainer with its message; the version stays; the next round commits."""
     workers, trainers = slow_round(cast, size)
     trainers[0].call("slow", pause_s=0.0)
@@ -142,6 +146,7 @@ def test_worker_answers_with_an_error(cast: Cast, size: int, moment: str) -> Non
         assert error["rank"] == index
         assert error["outcome"] == ("unchanged" if moment == "update" else "poisoned")
         assert error["call_s"] < PROMPT_S
+        measured(error["call_s"])
         # What vLLM publishes hangs on the last rank, whose failure fails the engine's call.
         assert workers[-1].call("weight_version") == "before"
         assert_in_step(workers)
@@ -151,7 +156,7 @@ def test_worker_answers_with_an_error(cast: Cast, size: int, moment: str) -> Non
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("size", [1, 2])
-def test_frozen_worker(cast: Cast, size: int, num_ranks: int) -> None:
+def test_frozen_worker(cast: Cast, measured: Measured, size: int, num_ranks: int) -> None:
     """A worker that stops (SIGSTOP) ends the round at the deadline; when it goes on, the next round commits."""
     workers, trainers = slow_round(cast, size, num_ranks, timeout_s=TIMEOUT_S)
     errors = together(
@@ -163,6 +168,7 @@ def test_frozen_worker(cast: Cast, size: int, num_ranks: int) -> None:
         assert "rank" in error["message"] or "group" in error["message"]
         assert error["outcome"] == "poisoned"
         assert TIMEOUT_S - 0.1 < error["call_s"] < TIMEOUT_S + 1
+        measured(error["call_s"] - TIMEOUT_S)
     workers[-1].signal(signal.SIGCONT)
     next_round_commits(workers, trainers, init=True)
 
@@ -190,7 +196,7 @@ def test_frozen_trainer(cast: Cast) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_trainer_killed_in_mid_round(cast: Cast, size: int) -> None:
+def test_trainer_killed_in_mid_round(cast: Cast, measured: Measured, size: int) -> None:
     """The workers are free promptly, answer, and take a new trainer's rounds without a restart."""
     workers, (trainer,) = slow_round(cast, size)
 
@@ -204,6 +210,7 @@ def test_trainer_killed_in_mid_round(cast: Cast, size: int) -> None:
     result, free_after_s = together(lambda: lost(lambda: trainer.call("send")), strike)
     assert result is None
     assert free_after_s < PROMPT_S
+    measured(free_after_s)
     for worker in workers:
         assert_no_thread_left(worker)
         assert worker.call("weight_version") == "before"
@@ -218,7 +225,7 @@ def lost(call: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_trainer_rank_killed(cast: Cast, victim: int) -> None:
+def test_trainer_rank_killed(cast: Cast, measured: Measured, victim: int) -> None:
     """Another trainer rank that dies ends the round for the rest, who name it."""
     workers, trainers = slow_round(cast, 1, 2)
     survivor = trainers[1 - victim]
@@ -229,6 +236,7 @@ def test_trainer_rank_killed(cast: Cast, victim: int) -> None:
     assert error["type"] == "PeerLostError"
     assert error["rank"] == victim
     assert after_s < PROMPT_S
+    measured(after_s)
     assert workers[0].call("weight_version") == "before"
     assert_in_step(workers)
     assert_no_thread_left(workers[0])

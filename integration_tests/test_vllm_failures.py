@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import models
 import pytest
 import requests
 from harness import HERE, Cast, TrainerHost, VLLMServer, together
-from test_failures import PROMPT_S, lost, mid_round
+from test_failures import PROMPT_S, Measured, lost, mid_round
 from test_rounds import committed, raises
 from test_sync import NUM_TOKENS, PROMPT, TOLERANCE
 
@@ -58,15 +59,15 @@ class Scene:
 
     def workers(self) -> list[int]:
         """Process ids of the server's worker ranks."""
-        pids = []
-        for line in os.popen(f"ps -o pid=,args= --ppid $(pgrep -g {self.server.process.pid} -d,)").read().splitlines():
-            pid, _, args = line.strip().partition(" ")
-            if "VLLM::Worker" in args:
-                pids.append(int(pid))
-        return sorted(pids)
+        lines = subprocess.check_output(
+            ["ps", "-o", "pid=,args=", "-g", str(self.server.process.pid)], text=True
+        ).splitlines()
+        found = sorted(int(line.split()[0]) for line in lines if "VLLM::Worker" in line)
+        assert len(found) == self.size, lines
+        return found
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory):
     """A server with this many ranks, for all tests of this file; the last one kills it."""
     extension = ("--worker-extension-cls", "extension.EchoExtension")
@@ -75,7 +76,7 @@ def server(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tm
         tmp_path_factory.mktemp("server"),
         tensor_parallel_size=request.param,
         arguments=extension,
-        PYTHONPATH=str(HERE),
+        packages=HERE,
     ) as server:
         server.wait_ready()
         yield server, request.param
@@ -115,7 +116,7 @@ def test_round_that_fails_half_way(scene: Scene) -> None:
     scene.commit(trainer, 3)
 
 
-def test_trainer_killed(scene: Scene) -> None:
+def test_trainer_killed(scene: Scene, measured: Measured) -> None:
     """The server is free within 2 s of its trainer's death, serves, and a new trainer labels and repairs it."""
     trainer = scene.trainer()
     scene.commit(trainer, 1)
@@ -133,6 +134,7 @@ def test_trainer_killed(scene: Scene) -> None:
     _, free_after_s = together(lambda: lost(lambda: trainer.call("send")), strike)
     assert isinstance(free_after_s, float), free_after_s
     assert free_after_s < PROMPT_S + 1  # the echo and a generation included
+    measured(free_after_s)
     assert scene.version() == "seed-1"
     scene.commit(scene.trainer(), 3)
 
@@ -149,7 +151,7 @@ def test_paused_and_sleeping(scene: Scene) -> None:
     scene.assert_in_step()
 
 
-def test_worker_killed(scene: Scene) -> None:
+def test_worker_killed(scene: Scene, measured: Measured) -> None:
     """A worker rank that dies in mid-round: the trainer raises within 2 s, naming it. (Last: the server does not survive it.)"""
     trainer = scene.trainer()
     trainer.call("set_weights", seed=2)
@@ -159,3 +161,4 @@ def test_worker_killed(scene: Scene) -> None:
     assert error["type"] == "PeerLostError"
     assert error["outcome"] == "poisoned"
     assert after_s < PROMPT_S
+    measured(after_s)

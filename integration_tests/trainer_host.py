@@ -1,8 +1,9 @@
 """A trainer rank for tests, in a process of its own: python trainer_host.py '{"port_file": ...}'.
 
-Runs in the trainer environment, without vLLM. What `configure` takes: `rank`, `num_ranks`, `layout` (see `LAYOUTS`), `group_port` (of the default
-group, if the layout has one), `workers` (ports of worker processes) or `base_urls` (of servers), `parameters` (name: [dtype, shape])
-or `model` (kind of `models.py`), `info` (options of the init info), `dtype` (of an HF model's parameters).
+Runs in the trainer environment, without vLLM. What `configure` takes: `rank`, `num_ranks`,
+`layout` (see `LAYOUTS`), `group_port` (of the default group, if the layout has one), what reaches the engines (`workers`, ports of
+worker processes; `base_urls`, of servers; `actors` and `ray_address`), `parameters` (name: [dtype, shape]) or `model` (a kind of
+`models.py`) and its `dtype`, and `info` (options of the init info).
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ class CheckpointSource(WeightSource):
         if name != self.lie_about:
             return name, tensor
         return {
-            "renamed": (f"{name}.renamed", tensor),
+            "renamed": (f"renamed.{name}", tensor),
             "reshaped": (name, torch.cat([tensor, tensor[:1]])),
         }[self.lie]
 

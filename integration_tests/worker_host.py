@@ -177,6 +177,20 @@ class VLLMHost:
         output = self.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)[0]
         return list(output.outputs[0].token_ids)
 
+    def unknown_backend(self, backend: str) -> list[str]:
+        """What vLLM's factory and ours say to a name that nobody has registered."""
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as OfVLLM
+
+        from wt_worker import WeightTransferEngineFactory
+
+        texts = []
+        for factory in (OfVLLM, WeightTransferEngineFactory):
+            try:
+                factory.create_engine(SimpleNamespace(backend=backend), None, None, None)
+            except ValueError as error:
+                texts.append(str(error))
+        return texts
+
     def importable(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
 

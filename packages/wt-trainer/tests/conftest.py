@@ -4,11 +4,14 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import traceback
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +73,24 @@ class PlainPeer:
 
     def close(self):
         self.sock.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dtensor_ranks(request, tmp_path_factory):
+    """The run of dtensor_ranks.py, as (process, directory); begun first, where a test asks for it, since it takes longest."""
+    if not any("ranks" in item.fixturenames for item in request.session.items):
+        yield None
+        return
+    directory = tmp_path_factory.mktemp("ranks")
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("dtensor_ranks.py")), str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    ) as process:
+        yield process, directory
+        process.kill()
 
 
 @pytest.fixture

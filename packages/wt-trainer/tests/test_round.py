@@ -252,17 +252,18 @@ def test_second_hand_failure_counts_where_nothing_better_comes(round_):
     assert round_.failure is noticed
 
 
-def test_second_hand_failure_gives_way_to_first_hand(round_, in_thread):
+def test_second_hand_failure_gives_way_to_first_hand(round_, in_thread, monkeypatch):
     """Who failed says best why, also when its words come a little after what others notice."""
+    monkeypatch.setattr("wt_trainer.round._FIRST_HAND_S", 10)
     noticing = in_thread(lambda: round_.fail_second_hand(TransportError("the collective broke")))
     round_.fail(PlanError("no room"))
     noticing.value()
-    assert str(round_.failure.message) in {"no room", "the collective broke"}
     assert isinstance(round_.failure, PlanError)
 
 
-def test_failed_call_gives_way_to_the_failed_peers_own_words(round_):
+def test_failed_call_gives_way_to_the_failed_peers_own_words(round_, monkeypatch):
     """A worker that fails says why on its connection, while its call says so too, perhaps sooner: its words count."""
+    monkeypatch.setattr("wt_trainer.round._FIRST_HAND_S", 10)
     failing = threading.Event()
 
     def work():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from functools import cached_property
@@ -239,76 +238,15 @@ def test_plain_tensor_is_its_own_full_tensor():
 # --- ModuleSource on DTensors: two real ranks over gloo --------------------------------------------------------
 
 RANKS = 2
-RANK_SCRIPT = """
-import json, os, sys
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh, DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-from wt_trainer import ModuleSource
-from wt_common import ConfigurationError
-
-directory, world_size = sys.argv[1], int(sys.argv[2])
-rank = next((rank for rank in range(1, world_size) if os.fork() == 0), 0)  # forked, since importing torch takes long
-store = dist.FileStore(f"{directory}/store", world_size)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-mesh = init_device_mesh("cpu", (world_size,))
-mesh_2d = init_device_mesh("cpu", (1, world_size))
-last = DeviceMesh("cpu", [world_size - 1])
-full = torch.arange(15.0).reshape(5, 3)
-module = torch.nn.Module()
-
-def add(name, tensor):
-    module.register_parameter(name, torch.nn.Parameter(tensor))
-
-add("plain", full.clone())
-add("rows", distribute_tensor(full, mesh, [Shard(0)]))
-add("columns", distribute_tensor(full, mesh, [Shard(-1)]))
-add("replicated", distribute_tensor(full, mesh, [Replicate()]))
-add("both", distribute_tensor(full, mesh_2d, [Replicate(), Shard(0)]))
-add("partial", DTensor.from_local(full / world_size, mesh, [Partial()]))
-add("strided", DTensor.from_local(
-    full.tensor_split(2)[rank], mesh, [_StridedShard(0, split_factor=1)], shape=full.shape, stride=full.stride()
-))
-add("last", distribute_tensor(full, last, [Shard(0)]))
-source = ModuleSource(module)
-
-def values(iterator):
-    return {name: [type(tensor).__name__, tensor.requires_grad, tensor.tolist()] for name, tensor in iterator}
-
-try:
-    source.owned_names(rank + 1)
-    mismatch = None
-except ConfigurationError as exc:
-    mismatch = str(exc)
-found = {
-    "metadata": [
-        [meta.name, str(meta.dtype), meta.shape, meta.owners, meta.mesh_shape, repr(meta.placements)]
-        for meta in source.metadata
-    ],
-    "owned": source.owned_names(rank),
-    "full": values(source.iter_full()),
-    "local": values(source.iter_local()),
-    "mismatch": mismatch,
-}
-with open(f"{directory}/rank{rank}.json", "w") as file:
-    json.dump(found, file)
-dist.destroy_process_group()
-if rank:
-    os._exit(0)
-assert all(os.wait()[1] == 0 for _ in range(1, world_size)), "another rank failed"
-"""
 FULL = [[3.0 * row + column for column in range(3)] for row in range(5)]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(dtensor_ranks):
     """What each rank of a default group found, one dict per rank."""
-    directory = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", RANK_SCRIPT, str(directory), str(RANKS)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
+    process, directory = dtensor_ranks
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -388,7 +388,7 @@ def test_notifying_a_frozen_sender_costs_little(join):
     """A sender that does not read holds up a last word for half a second at most; the connection is then over."""
     session, peer = join()
     started = time.monotonic()
-    session.notify(StoreSet(epoch=1, key="k" * (48 << 20), value="AAAA"))
+    session.notify(StoreSet(epoch=1, key="k" * (24 << 20), value="AAAA"))
     assert time.monotonic() - started < 5
     with pytest.raises((PeerLostError, RoundTimeoutError)):
         session.send(READY)

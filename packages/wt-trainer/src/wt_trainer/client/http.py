@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,8 @@ T = TypeVar("T")
 
 _DEV_MODE_HINT = "start the server with VLLM_SERVER_DEV_MODE=1, which is what enables its RL routes"
 _READ_GRACE_S = 0.2  # past a call's time, for its threads to raise their own error, which says more than ours
-_LATE_RESUME_S = 0.3  # past the deadline: a round that fails there must raise within a second of it
+_LATE_RESUME_S = 0.3  # of a round that failed: it must raise within a second of its deadline
+_SLEEPING_GAUGE = re.compile(r'vllm:engine_sleep_state\{.*sleep_state="(weights_offloaded|discard_all)".*\} 1(\.0)?$')
 _MAX_ERROR_CHARS = 2000  # of a server's reply in our error; a worker's traceback fits
 
 
@@ -167,8 +169,9 @@ class HTTPVLLMWeightSyncClient:
             ConfigurationError: a server is asleep; or one is running and neither `mode` nor the client's setting allows a pause.
         """
         mode = self.pause_mode if mode is None else mode
-        self._refuse_sleeping()
-        running = [url for url, paused in zip(self.base_urls, self.is_paused(), strict=True) if not paused]
+        paused = self.is_paused()
+        self._refuse_sleeping(paused)
+        running = [url for url, is_paused in zip(self.base_urls, paused, strict=True) if not is_paused]
         if running and mode is None:
             raise ConfigurationError(
                 f"{', '.join(running)}: running, and this client was made with pause=None; pause the server first "
@@ -178,20 +181,30 @@ class HTTPVLLMWeightSyncClient:
             self._post(running, "/pause", params={"mode": mode})
             yield
         except BaseException as exc:
-            # Even where the pause failed: another server may have taken it. A failure to resume must not hide `exc`.
-            try:
-                self._resume_bounded(running)
-            except WeightTransferError as resume_error:
-                logger.error("not resumed: %s", resume_error)  # noqa: TRY400  # it is raised as a note of `exc`
-                exc.add_note(f"{', '.join(running)} may still be paused: {resume_error}")
+            # Even where the pause failed: another server may have taken it. A server that does not answer must not hide
+            # `exc`, nor hold it up: the resume goes on in the background.
+            problem = self._resume_in_background(running)
+            if problem:
+                logger.error("not resumed: %s", problem)  # noqa: TRY400  # it is a note of `exc`
+                exc.add_note(f"{', '.join(running)} may still be paused: {problem}")
             raise
-        self._resume_bounded(running)
+        self._post(running, "/resume")
 
-    def _resume_bounded(self, urls: Sequence[str]) -> None:
-        """Resume even when the round's deadline has passed, but then within a second of it."""
-        left = self.timeout if self._deadline is None else max(self._deadline - time.monotonic(), _LATE_RESUME_S)
-        with self.bounded(left):
-            self._post(urls, "/resume")
+    def _resume_in_background(self, urls: Sequence[str]) -> str:
+        """Resume `urls`, and return why that is not known to have happened within `_LATE_RESUME_S`; empty if it has."""
+        future: Future[None] = Future()
+
+        def resume(_: str) -> None:
+            self._each(lambda url: self._request("POST", url, "/resume", within=self.timeout), urls)
+
+        threading.Thread(target=_run_into, args=(future, resume, ""), name="wt-http resume", daemon=True).start()
+        try:
+            future.result(timeout=_LATE_RESUME_S)
+        except WeightTransferError as exc:
+            return str(exc)
+        except TimeoutError:
+            return f"no reply to /resume within {_LATE_RESUME_S:g} s; it is still being waited for"
+        return ""
 
     def reset_caches(self) -> list[str]:
         """Drop prefix, connector, multimodal and encoder caches on every server.
@@ -223,14 +236,28 @@ class HTTPVLLMWeightSyncClient:
             f"{url}: the prefix cache was not reset; do it before the server generates", side="trainer"
         )
 
-    def _refuse_sleeping(self) -> None:
-        asleep = self._optional_all("/is_sleeping", "is_sleeping")
+    def _refuse_sleeping(self, paused: Sequence[bool]) -> None:
+        flags = dict(zip(self.base_urls, paused, strict=True))
+        asleep = self._each(lambda url: self._is_asleep(url, is_paused=flags[url]))
         urls = [url for url, sleeping in zip(self.base_urls, asleep, strict=True) if sleeping]
         if urls:
             raise ConfigurationError(
                 f"{', '.join(urls)}: asleep, so there is no memory to write weights to; wake it up first "
                 "(POST /wake_up?tags=weights)"
             )
+
+    def _is_asleep(self, url: str, *, is_paused: bool) -> bool:
+        """Whether the server's weights are out of memory.
+
+        vLLM's /is_sleeping is also true of a server that is merely paused; then the gauge of its metrics tells the two apart.
+        """
+        reply = _none_if_missing(lambda: self._request("GET", url, "/is_sleeping"))
+        if reply is None or not reply.json().get("is_sleeping"):
+            return False
+        if not is_paused:
+            return True
+        metrics = _none_if_missing(lambda: self._request("GET", url, "/metrics"))
+        return metrics is not None and any(_SLEEPING_GAUGE.match(line) for line in metrics.text.splitlines())
 
     # --- requests ------------------------------------------------------------------------------------------
 

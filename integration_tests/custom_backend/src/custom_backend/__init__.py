@@ -1,0 +1,1 @@
+"""Weights through files in a directory that trainer and workers share."""
