@@ -1,8 +1,8 @@
 """A trainer rank for tests, in a process of its own: python trainer_host.py '{"port_file": ...}'.
 
 Runs in the trainer environment, without vLLM. What `configure` takes: `rank`, `num_ranks`,
-`layout` (see `LAYOUTS`), `group_port` (of the default group, if the layout has one), what reaches the engines (`workers`, ports of
-worker processes; `base_urls`, of servers; `actors` and `ray_address`), `parameters` (name: [dtype, shape]) or `model` (a kind of
+`layout` (see `LAYOUTS`), `group_port` (of the default group, if the layout has one), what reaches the engines (`workers`, ports
+of worker processes; `base_urls`, of servers; `actors` and `ray_address`), `parameters` (name: [dtype, shape]) or `model` (a kind of
 `models.py`) and its `dtype`, and `info` (options of the init info).
 """
 
