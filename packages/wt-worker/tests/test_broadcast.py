@@ -184,6 +184,7 @@ class Root:
         self.changed = threading.Condition()
         self.store = RendezvousStore(self.changed, self._publish)
         self.limit = 0
+        self.limits = []  # every credit, in order
         self.messages = []
         self.over = False
         self.channels = {}
@@ -204,6 +205,7 @@ class Root:
                 with self.changed:
                     if isinstance(message, Credit):
                         self.limit = message.limit
+                        self.limits.append(message.limit)
                     else:
                         self.messages.append(message)
                     self.changed.notify_all()
@@ -450,7 +452,8 @@ def test_worker_gives_credit_for_the_buffers_it_has(make_worker):
     worker.root.agree(metadata)
     worker.root.wait(lambda: worker.root.limit == 3)
     worker.root.transmit(worker.info, metadata, TENSORS, stop_at=2)
-    worker.root.wait(lambda: worker.root.limit == 5)
+    worker.root.wait(lambda: len(worker.root.limits) == 3)
+    assert worker.root.limits == [3, 4, 5]
     worker.root.peer.hang_up()
     with pytest.raises(Exception, match="the trainer is gone"):
         updating.value()

@@ -60,6 +60,7 @@ class ToyEngine(SessionWeightTransferEngine[SessionInitInfo]):
     def __init__(self, *args):
         super().__init__(*args)
         self.ended = []
+        self.open_at_end = None  # what the sender would be told if it asked as soon as the round is over here
         self.before = self.between = lambda round_: None
 
     def _receive(self, session, round_, go, metadata, installer):
@@ -73,6 +74,7 @@ class ToyEngine(SessionWeightTransferEngine[SessionInitInfo]):
 
     def _end_transfer(self, *, failed):
         self.ended.append(failed)
+        self.open_at_end = self._open
 
 
 class Books:
@@ -625,7 +627,9 @@ def test_failed_step_of_an_update(rank, break_, until_, kind, left):
     assert installed(rank) == left
     assert touched is (left is not OLD)
     assert state(rank.peer) == (rank.books.open, touched) == (False, touched)
-    assert break_ is _break_new_installer or rank.engine.ended == [True]
+    if break_ is not _break_new_installer:
+        assert rank.engine.ended == [True]
+        assert rank.engine.open_at_end is False
     _mend(rank)
     rank.update(2)
     rank.finish(2)
@@ -644,12 +648,29 @@ def test_failed_step_on_a_rank_that_must_not_raise(silent, caplog, break_, until
     assert "broken on purpose" in caplog.text
     assert "update failed on rank 0; the last rank reports it" in caplog.text
     assert state(silent.peer) == (silent.books.open, touched) == (True, touched)
+    assert break_ is _break_new_installer or silent.engine.open_at_end is True
     silent.books.finish()  # the sender closes what is open before the next round
     assert state(silent.peer) == (silent.books.open, touched) == (False, touched)
     _mend(silent)
     silent.update(2)
     silent.finish(2)
     assert state(silent.peer) == (False, False)
+
+
+def test_poison_stays_until_a_round_commits(rank):
+    """A later round that fails before its first byte does not make the model whole again."""
+    for break_, expected in ((_break_between, True), (_break_before, False)):
+        break_(rank)
+        updating = rank.begin(rank.engine._session.last_round + 1)
+        assert failure(rank.peer)[1] is expected
+        with pytest.raises((OSError, PlanError)):
+            updating.value()
+        _mend(rank)
+        assert state(rank.peer) == (False, True)
+    rank.update(3)
+    assert state(rank.peer) == (True, True)
+    rank.finish(3)
+    assert state(rank.peer) == (False, False)
 
 
 def test_finish_after_a_failed_update_only_closes(rank):

@@ -311,8 +311,10 @@ def test_rounds_of_a_lost_session_fail_at_once(join, until):
     peer.hang_up()
     until(lambda: session.lost is not None)
     for number in (1, 2):
+        round_ = session.begin_round(number)
         with pytest.raises(PeerLostError, match="the trainer is gone"):
-            session.begin_round(number).receive(Go)
+            round_.receive(Go)
+        assert round_.told
         session.end_round()
 
 
