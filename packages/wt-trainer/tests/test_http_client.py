@@ -631,6 +631,39 @@ def test_sleeping_server_is_refused_before_anything(servers):
     assert [server.posts() for server in made] == [[], []]
 
 
+METRICS = (
+    "# HELP vllm:engine_sleep_state Engine sleep state\n"
+    'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {awake}.0\n'
+    'vllm:engine_sleep_state{{engine="0",sleep_state="weights_offloaded"}} {asleep}.0\n'
+    'vllm:engine_sleep_state{{engine="0",sleep_state="discard_all"}} 0.0\n'
+)
+
+
+@pytest.mark.parametrize("asleep", [0, 1])
+def test_paused_server_that_says_it_sleeps_is_asked_for_its_memory(server, asleep):
+    """A paused vLLM calls itself sleeping: only where its metrics say that the weights are gone is it refused."""
+    server.paused = True
+    server.script["/is_sleeping"] = (200, {"is_sleeping": True})
+    server.script["/metrics"] = (200, METRICS.format(awake=1 - asleep, asleep=asleep).encode())
+    bracket = client_of(server).paused()
+    if asleep:
+        with pytest.raises(ConfigurationError, match="asleep"):
+            bracket.__enter__()
+    else:
+        with bracket:
+            assert server.paused
+    assert server.posts() == []
+
+
+def test_paused_server_without_metrics_is_taken_to_be_awake(server):
+    """Where nothing tells a paused server from a sleeping one, it is taken to be paused, as the user left it."""
+    server.paused = True
+    server.script["/is_sleeping"] = (200, {"is_sleeping": True})
+    server.script["/metrics"] = (404, {})
+    with client_of(server).paused():
+        assert server.paused
+
+
 @pytest.mark.parametrize("status", [404, 405])
 def test_server_that_cannot_sleep_is_awake(server, status):
     """A server without the sleep route is taken to be awake."""
@@ -657,6 +690,26 @@ def test_frozen_server_at_resume_does_not_hide_the_first_error(servers):
     assert time.monotonic() - started < 2
     assert made[0].url in "".join(caught.value.__notes__)
     assert not made[1].paused
+
+
+def test_slow_resume_goes_on_after_the_first_error(server):
+    """An error is not held up by a server that is slow to resume: it is raised, and the server still resumes."""
+    client, go_on, resumed = client_of(server), threading.Event(), threading.Event()
+
+    def resume(_):
+        assert go_on.wait(WAIT_S)
+        server.paused = False
+        resumed.set()
+        return 200, {}
+
+    server.script["/resume"] = resume
+    started = time.monotonic()
+    with client.bounded(0.2), pytest.raises(ValueError, match="first"), client.paused():
+        raise ValueError("first")
+    assert time.monotonic() - started < 5
+    assert server.paused
+    go_on.set()
+    assert resumed.wait(WAIT_S)
 
 
 def test_server_that_cannot_be_resumed_is_an_error_after_a_good_body(server):

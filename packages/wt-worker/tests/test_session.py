@@ -312,9 +312,9 @@ def test_rounds_of_a_lost_session_fail_at_once(join, until):
     until(lambda: session.lost is not None)
     for number in (1, 2):
         round_ = session.begin_round(number)
-        with pytest.raises(PeerLostError, match="the trainer is gone"):
+        with pytest.raises(PeerLostError, match="the trainer is gone") as caught:
             round_.receive(Go)
-        assert round_.told
+        assert (caught.value.round, round_.told) == (number, True)
         session.end_round()
 
 

@@ -79,7 +79,7 @@ class WorkerSession:
             self.last_round = number
             self.round = Round(number, self._timeout_s, self.changed)
             if self.lost is not None:
-                self.round.fail(self.lost, told=True)
+                self.round.fail(PeerLostError(self.lost.message, side=Side.WORKER), told=True)
             return self.round
 
     def end_round(self) -> None:
@@ -128,6 +128,6 @@ class WorkerSession:
     def _on_lost(self, exc: Exception) -> None:
         with self.changed:
             self.lost = PeerLostError(f"the trainer is gone ({exc})", side=Side.WORKER)
-            if self.round is not None:
-                self.round.fail(self.lost, told=True)
+            if self.round is not None:  # with an error of its own, since it gets the round's number
+                self.round.fail(PeerLostError(self.lost.message, side=Side.WORKER), told=True)
             self.changed.notify_all()

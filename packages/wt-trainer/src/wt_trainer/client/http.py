@@ -188,14 +188,18 @@ class HTTPVLLMWeightSyncClient:
                 logger.error("not resumed: %s", problem)  # noqa: TRY400  # it is a note of `exc`
                 exc.add_note(f"{', '.join(running)} may still be paused: {problem}")
             raise
-        self._post(running, "/resume")
+        self._resume(running, max(self._left_s(), _LATE_RESUME_S))
+
+    def _resume(self, urls: Sequence[str], within: float) -> None:
+        """Resume `urls`, also when the deadline has passed."""
+        self._each(lambda url: self._request("POST", url, "/resume", within=within), urls, within=within)
 
     def _resume_in_background(self, urls: Sequence[str]) -> str:
         """Resume `urls`, and return why that is not known to have happened within `_LATE_RESUME_S`; empty if it has."""
         future: Future[None] = Future()
 
         def resume(_: str) -> None:
-            self._each(lambda url: self._request("POST", url, "/resume", within=self.timeout), urls)
+            self._resume(urls, self.timeout)
 
         threading.Thread(target=_run_into, args=(future, resume, ""), name="wt-http resume", daemon=True).start()
         try:
@@ -252,7 +256,7 @@ class HTTPVLLMWeightSyncClient:
         vLLM's /is_sleeping is also true of a server that is merely paused; then the gauge of its metrics tells the two apart.
         """
         reply = _none_if_missing(lambda: self._request("GET", url, "/is_sleeping"))
-        if reply is None or not reply.json().get("is_sleeping"):
+        if reply is None or not _object_of(reply).get("is_sleeping"):
             return False
         if not is_paused:
             return True
@@ -279,14 +283,16 @@ class HTTPVLLMWeightSyncClient:
 
         return self._each(ask)
 
-    def _each(self, call: Callable[[str], T], urls: Sequence[str] | None = None) -> list[T]:
+    def _each(
+        self, call: Callable[[str], T], urls: Sequence[str] | None = None, *, within: float | None = None
+    ) -> list[T]:
         """`call(url)` for all `urls` at once; waits for all and raises the first failure in their order.
 
         Plain daemon threads, not an executor: an executor's threads are joined at exit, and one may hang in a dead server.
         The wait for them bounds a call: `requests` bounds each read only (not a trickled reply), and no name lookup.
         """
         urls = self.base_urls if urls is None else urls
-        deadline = time.monotonic() + self._left_s() + _READ_GRACE_S
+        deadline = time.monotonic() + (self._left_s() if within is None else within) + _READ_GRACE_S
         futures: list[Future[T]] = [Future() for _ in urls]
         for url, future in zip(urls, futures, strict=True):
             threading.Thread(target=_run_into, args=(future, call, url), name=f"wt-http {url}", daemon=True).start()
@@ -304,10 +310,12 @@ class HTTPVLLMWeightSyncClient:
             return self.timeout
         return max(0.0, min(self.timeout, self._deadline - time.monotonic()))
 
-    def _request(self, method: str, base_url: str, path: str, **kwargs: Any) -> requests.Response:
+    def _request(
+        self, method: str, base_url: str, path: str, *, within: float | None = None, **kwargs: Any
+    ) -> requests.Response:
         import requests
 
-        left = self._left_s()
+        left = self._left_s() if within is None else within
         if left == 0:
             raise RoundTimeoutError(f"{method} {base_url}{path}: not sent, the deadline has passed", side="trainer")
         ends = time.monotonic() + left

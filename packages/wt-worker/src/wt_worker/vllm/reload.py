@@ -26,10 +26,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.model_executor.layers import attention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from wt_common import PlanError
@@ -48,7 +45,8 @@ _logger = logging.getLogger(__name__)
 class LayerwiseInstaller:
     """Installs through `model.load_weights`, with vLLM's layerwise reload; see `Installer`.
 
-    Takes every model that vLLM can reload, at vLLM's speed, with up to one layer in memory twice.
+    Takes every model that vLLM can reload, with up to one layer in memory twice. A model whose loader
+    writes parameters on its own (gpt-oss) is refused, since vLLM's reload would keep their old values.
     Biases and expert maps stay where they are (vLLM's `SKIP_TENSORS`; biases since 0.27): loaders
     write them at once, so that a round which fails after one of them is poisoned.
 
@@ -95,7 +93,7 @@ class LayerwiseInstaller:
             self.install(batch)
             _refuse_wrong_result(recorder, check_cover=self.check_cover)
         except PlanError as error:
-            if "meta" not in str(error.__cause__):
+            if "meta tensor" not in str(error.__cause__):
                 raise
             _logger.debug("not known before the round: a loader reads values", exc_info=True)
         finally:
