@@ -232,7 +232,7 @@ class CheckpointSource(WeightSource):
             return name, tensor
         return {
             "renamed": (f"renamed.{name}", tensor),
-            "reshaped": (name, torch.cat([tensor, tensor[:1]])),
+            "reshaped": (name, tensor[1:]),
         }[self.lie]
 
     @cached_property

@@ -126,8 +126,11 @@ class VLLMHost:
 
     def __init__(self, config: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        import torch
         from vllm import LLM
 
+        # Memory that nobody wrote is NaN: what was left out cannot look right by luck.
+        torch.use_deterministic_algorithms(True, warn_only=True)
         self.llm = LLM(
             model=config["model"],
             enforce_eager=True,

@@ -34,6 +34,7 @@ class SessionInitInfo(WeightTransferInitInfo):
         check_fields(self)
         if not 0 < self.session_port < 65536:
             raise ValueError(f"session_port must be in [1, 65535], got {self.session_port}")
+        bytes.fromhex(self.session_secret)  # a ValueError if it is none
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
 

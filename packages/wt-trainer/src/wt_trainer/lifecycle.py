@@ -267,8 +267,9 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             self._check_source(source)
         self._round_source = source or self.source
         self._round_number += 1
-        version = None if is_draft else weight_version or str(self._round_number)
-        report = self._lead(self._session, version) if self._session else self._take_part()
+        version = str(self._round_number) if weight_version is None else weight_version
+        version_to_publish = None if is_draft else version
+        report = self._lead(self._session, version_to_publish) if self._session else self._take_part()
         logger.info("%s: %s", self.backend, report)
         return report
 

@@ -10,6 +10,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -55,6 +56,15 @@ _VERDICT_GRACE_S = 1.0  # past the deadline: the sender decides at the deadline,
 TSessionInitInfo = TypeVar("TSessionInitInfo", bound=SessionInitInfo)
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Metadata that have been checked against a model, and the dtypes in which it holds some of what they announce."""
+
+    digest: str
+    metadata: Metadata
+    casts: dict[str, str]
+
+
 class _Rejected:
     """Stands for an info that could not be parsed, on a rank that must not raise."""
 
@@ -87,7 +97,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._init_info: TSessionInitInfo | None = None
         self._session: WorkerSession | None = None
         self._installer: Installer | None = None
-        self._metadata: dict[int, tuple[str, Metadata]] = {}
+        self._metadata: dict[int, _Known] = {}  # by the target model's id
         self._open = False
         self._poisoned = False
         parallel = self.parallel_config
@@ -228,8 +238,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self, session: WorkerSession, round_: Round, info: SessionUpdateInfo, installer: Installer
     ) -> Metadata:
         """The round's metadata, checked against the model; the sender is asked for them if they are new here."""
-        digest, metadata = self._metadata.get(id(self.model), ("", None))
-        if metadata is None or digest != info.metadata_digest:
+        known = self._metadata.get(id(self.model))
+        if known is None or known.digest != info.metadata_digest:
             session.send(Ready(round=round_.number, knows_metadata=False))
             metadata = round_.receive(Metadata)
             roots = metadata.roots or [0] * len(metadata.names)
@@ -239,10 +249,10 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 raise IntegrityError(
                     f"metadata: expected digest {info.metadata_digest[:12]}, got {digest[:12]}", side=Side.WORKER
                 )
-        casts = installer.check(metadata) or {}
-        self._metadata[id(self.model)] = (digest, metadata)
-        session.send(Ready(round=round_.number, knows_metadata=True, casts=casts))
-        return metadata
+            known = _Known(digest, metadata, installer.check(metadata))
+            self._metadata[id(self.model)] = known
+        session.send(Ready(round=round_.number, knows_metadata=True, casts=known.casts))
+        return known.metadata
 
     def _fail_round(self, session: WorkerSession, round_: Round, exc: BaseException, *, stays_open: bool) -> None:
         """End the round here: the sender hears why first, then how it left this rank."""

@@ -67,12 +67,15 @@ class LayerwiseInstaller:
         self._skipped_names: set[str] = set()
         self._moe_kernels: dict[torch.nn.Module, Any] = {}
 
-    def check(self, metadata: Metadata) -> None:
+    def check(self, metadata: Metadata) -> dict[str, str]:
         """Raises what `install` and `finish` would raise for such a round; the model is as before.
 
         A rehearsal with tensors that have no content, for metadata that are new: it takes about
         0.6 ms a name (12 layers of 64 experts, one core). It passes if a loader wants to know a
         value, and for a tensor larger than expected, of which loaders take the part that they need.
+
+        Returns:
+            Nothing: only the loaders know which dtype a checkpoint name ends up in, and cast by themselves.
 
         Raises:
             PlanError: the model has no place for a name or shape, or a layer would get a part only.
@@ -98,6 +101,7 @@ class LayerwiseInstaller:
             _logger.debug("not known before the round: a loader reads values", exc_info=True)
         finally:
             self.abort()
+        return {}
 
     def begin(self) -> None:
         """Every layer is on the meta device and takes weights; no earlier round's is left."""
