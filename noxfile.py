@@ -47,7 +47,9 @@ _ready: dict[str, Path] = {}  # the environments that have them
 
 
 def _run(session: nox.Session, command: Path | str, *args: str, **env: str) -> None:
-    session.run(str(command), *args, env={**ENV, **env}, external=True)
+    # After Ctrl-C, servers that a command has started need time to end.
+    timeouts = {"interrupt_timeout": 15, "terminate_timeout": 15}
+    session.run(str(command), *args, env={**ENV, **env}, external=True, **timeouts)
 
 
 def _pip(session: nox.Session, python: Path, *args: str) -> None:

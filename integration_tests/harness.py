@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -349,12 +350,16 @@ class VLLMServer:
     def close(self) -> None:
         """End the server and all its processes."""
         self.signal(signal.SIGCONT)
-        self.signal(signal.SIGTERM)
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.terminate()  # the leader alone: it waits for requests in flight if its children are told too
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
+        self._kill_group()
+        self.process.wait(timeout=10)
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def __enter__(self) -> Self:
         return self
