@@ -178,6 +178,9 @@ def isolation(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session) -> None:
     """Test a trainer against real vLLM workers on the CPU; `-- --all` runs every cell."""
     sides = _sides(session)
+    if "--all" in session.posargs:
+        for path in sides.values():
+            _pip(session, Path(path), "install", "-q", "--no-deps", "-r", "requirements/ray.txt")
     python = sides["WT_TRAINER_PYTHON"]
     _run(session, python, "-m", "pytest", "integration_tests", *session.posargs, **sides)
 
