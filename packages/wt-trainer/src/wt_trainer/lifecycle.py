@@ -167,10 +167,8 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 session.notify(session.followers, RoundOutcome(round=0, error=error_to_wire(_as_ours(exc))))
                 raise
             session.send(session.followers, RoundOutcome(round=0, report={}))
-            if any(peer.hello.poisoned for peer in session.workers) and self._control is not None:
-                _mark_poisoned(
-                    self._control
-                )  # an earlier trainer's round left a model so, and that trainer may be dead
+            if any(peer.hello.poisoned for peer in session.workers):
+                self._label_poisoned()  # an earlier trainer's round left a model so, and that trainer may be dead
         logger.debug("%s: %r, workers %s", self.backend, session, [str(peer) for peer in session.workers])
 
     def _follow(self) -> None:
@@ -265,7 +263,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             )
         if source is not None:
             self._check_source(source)
-        self._round_source = source or self.source
+        self._round_source = self.source if source is None else source
         self._round_number += 1
         version = str(self._round_number) if weight_version is None else weight_version
         version_to_publish = None if is_draft else version
@@ -288,7 +286,10 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                     elapsed_s=round_.elapsed_s,
                     outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
                 )
-                self._label_poisoned(round_, error)
+                if round_.outcome is Outcome.POISONED:
+                    problem = self._label_poisoned()
+                    if problem:
+                        error.add_note(f"label not set: the engines publish the version from before ({problem})")
                 run_to = _last_begun(session, round_)
                 outcome = RoundOutcome(round=round_.number, error=error_to_wire(error), run_to=run_to)
                 session.notify(session.followers, outcome)
@@ -447,18 +448,17 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
         return ended.touched if isinstance(ended, Ended) else round_.num_entered > 0
 
-    def _label_poisoned(self, round_: Round, error: WeightTransferError) -> None:
-        """The servers publish `<old>+poisoned` where they can; else the error says that they still publish the old label."""
-        if round_.outcome is not Outcome.POISONED:
-            return
+    def _label_poisoned(self) -> str:
+        """The servers publish `<old>+poisoned`, where they can; returns why not, empty if they do."""
         try:
             if self._control is None:
                 raise ConfigurationError("the client cannot set it")
             with self._control.bounded(_LABEL_S):
                 _mark_poisoned(self._control)
         except WeightTransferError as exc:
-            error.add_note(f"label not set: the engines publish the version from before ({exc})")
             logger.error("the models are poisoned, and the label could not be set: %s", exc)  # noqa: TRY400
+            return str(exc)
+        return ""
 
     def _round_metadata(self) -> RoundMetadata:
         """The metadata of the round's source; computed once for each source."""
