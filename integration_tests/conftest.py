@@ -29,8 +29,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("server", sizes, ids=[f"tp{size}" for size in sizes], indirect=True, scope="module")
     if "case" in metafunc.fixturenames:
         chosen = cases.ALL if metafunc.config.getoption("--all") else cases.DEFAULT
-        chosen = sorted(chosen, key=lambda case: (cases.ENGINES.index(case.engine), case.model))
         metafunc.parametrize("case", chosen, ids=str)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of all cells that share an engine run one after the other, so that each engine starts once."""
+
+    def engine_of(item: pytest.Item) -> tuple[int, str]:
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        return (-1, "") if case is None else (cases.ENGINES.index(case.engine), case.model)
+
+    items.sort(key=engine_of)  # a stable sort: what takes no case keeps its order, and comes first
 
 
 _MEASURED = pytest.StashKey[list[str]]()

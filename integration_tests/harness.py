@@ -93,6 +93,9 @@ class HostClient:
     def start_weight_update(self) -> None:
         self.call("start_weight_update")
 
+    def start_draft_weight_update(self) -> None:
+        self.call("start_draft_weight_update")
+
     def update_weights(self, update_info: Any) -> None:
         self.call("update_weights", update_info=update_info)
 
@@ -200,9 +203,9 @@ class Cast:
         worker.call("configure", config={"engine": name, "parameters": parameters, **config})
         return worker
 
-    def engine(self, parameters: dict[str, Any], size: int, name: str = "e") -> list[WorkerHost]:
+    def engine(self, parameters: dict[str, Any], size: int, name: str = "e", **config: Any) -> list[WorkerHost]:
         """All ranks of one engine."""
-        return [self.worker(parameters, engine=name, rank=rank, size=size) for rank in range(size)]
+        return [self.worker(parameters, engine=name, rank=rank, size=size, **config) for rank in range(size)]
 
     def trainer(self, workers: list[WorkerHost], /, rank: int = 0, num_ranks: int = 1, **config: Any) -> TrainerHost:
         """One trainer rank, for these workers."""

@@ -196,6 +196,24 @@ def test_engines_of_different_dtypes(cast: Cast) -> None:
     assert workers[1].call("sums") == expected.call("sums")
 
 
+def test_draft_model_gets_its_own_rounds(cast: Cast) -> None:
+    """Within client.draft() another source goes to the draft model; model and version stay; the next round is ordinary."""
+    draft = {"layers.0.weight": ("float32", [8, 8])}
+    (worker,) = cast.engine(MANY, 1, draft=draft)
+    trainer = cast.trainer([worker], parameters=MANY)
+    trainer.call("init")
+    committed(trainer.call("send", weight_version="before"))
+    for seed in (1, 2):
+        sent = trainer.call("send_draft", parameters=draft, seed=seed)
+        assert worker.call("sums", draft=True) == sent
+        assert worker.call("sums") == trainer.call("sums")
+        assert worker.call("weight_version") == "before"
+    trainer.call("set_weights", seed=4)
+    committed(trainer.call("send"))
+    assert worker.call("sums") == trainer.call("sums")
+    assert worker.call("sums", draft=True) == sent
+
+
 def test_probe_finds_a_live_session(cast: Cast) -> None:
     """An init marked probe is refused while a session lives, with its age, and never replaces it."""
     (worker,) = cast.engine(MANY, 1)

@@ -85,6 +85,7 @@ class EachHost:
 
     def __init__(self, ports: list[int]) -> None:
         self.hosts = [HostClient(port) for port in ports]
+        self.is_draft = False
 
     def _all(self, name: str, *args: Any) -> None:
         results = together(*(lambda host=host: getattr(host, name)(*args) for host in self.hosts), timeout_s=600)
@@ -96,7 +97,7 @@ class EachHost:
         self._all("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        self._all("start_weight_update")
+        self._all("start_draft_weight_update" if self.is_draft else "start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
         self._all("update_weights", update_info)
@@ -165,6 +166,16 @@ class Trainer:
         started = time.monotonic()
         report = self.engine.send_weights(weight_version=weight_version)
         return {**report.to_dict(), "call_s": time.monotonic() - started}
+
+    def send_draft(self, parameters: dict[str, Any], seed: int) -> dict[str, int]:
+        """One round for the draft model; the checksums of what was sent."""
+        source = TensorSource(make_tensors(parameters, seed), self.rank)
+        self.engine.client.is_draft = True
+        try:
+            self.engine.send_weights(source=source)
+        finally:
+            self.engine.client.is_draft = False
+        return checksums(source.tensors)
 
     def edit(self, kind: str, param: str = "") -> None:
         """What the source yields from now on differs from its metadata in the named way; `none` puts it right."""

@@ -38,10 +38,8 @@ class BareHost:
 
         if self.engine is not None:
             self.engine.shutdown()
-        self.model = torch.nn.Module()
-        for name, (dtype, shape) in config["parameters"].items():
-            value = torch.zeros(shape, dtype=getattr(torch, dtype))
-            _register(self.model, name, torch.nn.Parameter(value, requires_grad=False))
+        self.model = _module(config["parameters"])
+        self.draft = _module(config.get("draft", {}))
         parallel = SimpleNamespace(rank=config.get("rank", 0), world_size=config.get("size", 1), data_parallel_index=0)
         vllm_config = SimpleNamespace(parallel_config=parallel, model_config=None, instance_id=config["engine"])
         self.engine = WeightTransferEngineFactory.create_engine(
@@ -59,6 +57,10 @@ class BareHost:
         self.engine.start_weight_update()
         self.active = True
 
+    def start_draft_weight_update(self) -> None:
+        self.engine.set_weight_update_target(self.draft, None)
+        self.start_weight_update()
+
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if not self.active:
             raise RuntimeError("update_weights: no update is open")
@@ -66,12 +68,14 @@ class BareHost:
             self.engine.update_weights(update_info)
         except BaseException:
             self.active = False
+            self.engine.reset_weight_update_target()
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         if not self.active:
             raise RuntimeError("finish_weight_update: no update is open")
         self.engine.finish_weight_update()
+        self.engine.reset_weight_update_target()
         self.active = False
         if weight_version is not None:
             self.version = weight_version
@@ -99,9 +103,9 @@ class BareHost:
     def shutdown_weight_transfer_engine(self) -> None:
         self.engine.shutdown()
 
-    def sums(self) -> dict[str, int]:
-        """A checksum per parameter."""
-        return checksums(dict(self.model.named_parameters(remove_duplicate=False)))
+    def sums(self, *, draft: bool = False) -> dict[str, int]:
+        """A checksum per parameter of the model, or of the draft model."""
+        return checksums(dict((self.draft if draft else self.model).named_parameters(remove_duplicate=False)))
 
     def stats(self) -> dict[str, Any]:
         """Threads, descriptors and memory of this process."""
@@ -109,6 +113,17 @@ class BareHost:
 
     def echo(self, value: Any) -> Any:
         return value
+
+
+def _module(parameters: dict[str, Any]) -> Any:
+    """A module with these parameters (name: [dtype, shape]), all zero."""
+    import torch
+
+    module = torch.nn.Module()
+    for name, (dtype, shape) in parameters.items():
+        value = torch.zeros(shape, dtype=getattr(torch, dtype))
+        _register(module, name, torch.nn.Parameter(value, requires_grad=False))
+    return module
 
 
 def _register(model: Any, name: str, param: Any) -> None:
