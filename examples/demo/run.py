@@ -136,8 +136,8 @@ def check_environments(python: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="training steps (%(default)s)")
-    parser.add_argument("--sync-every", type=int, default=30, help="steps from one sync to the next (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (%(default)s)")
+    parser.add_argument("--sync-every", type=int, default=20, help="steps from one sync to the next (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of the text (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint and the server's output")
     args = parser.parse_args()
