@@ -37,9 +37,8 @@ __all__ = ["GlooTrainerWeightTransferEngine"]
 
 logger = logging.getLogger(__name__)
 
-_RUN_TO_S = (
-    0.5  # ranks in step are a parameter or two apart; those without collectives may be far, which does not matter
-)
+# Ranks in step are a parameter or two apart; those without collectives may be far, which does not matter.
+_RUN_TO_S = 0.2
 MAX_GROUP_PIECES = 4096
 """Most parameters in one group: what a worker may have to keep track of at once. Small ones fill a buffer long before."""
 
