@@ -2,9 +2,8 @@
 
 Runs in the trainer environment, without vLLM. What `configure` takes: `rank`, `num_ranks`,
 `layout` (see `LAYOUTS`), `group_port` (of the default group, if the layout has one), what reaches the engines (`workers`, ports
-of worker processes;
-`base_urls`, of servers; `actors` and `ray_address`), `parameters` (name: [dtype, shape]) or `model` (a kind of
-`models.py`) and its `dtype`, and `info` (options of the init info).
+of worker processes; `base_urls`, of servers; `actors` and `ray_address`), `parameters` (name: [dtype, shape]) or `model` (a
+kind of `models.py`) and its `dtype`, and `info` (options of the init info).
 """
 
 from __future__ import annotations

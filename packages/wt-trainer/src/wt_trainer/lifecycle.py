@@ -265,9 +265,12 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             self._check_source(source)
         self._round_source = self.source if source is None else source
         self._round_number += 1
-        version = str(self._round_number) if weight_version is None else weight_version
-        version_to_publish = None if is_draft else version
-        report = self._lead(self._session, version_to_publish) if self._session else self._take_part()
+        version = weight_version
+        if is_draft:
+            version = None
+        elif version is None:
+            version = str(self._round_number)
+        report = self._lead(self._session, version) if self._session else self._take_part()
         logger.info("%s: %s", self.backend, report)
         return report
 
