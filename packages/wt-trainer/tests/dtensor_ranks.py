@@ -22,6 +22,7 @@ def module_of_dtensors(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
     mesh_2d = init_device_mesh("cpu", (1, RANKS))
     last = DeviceMesh("cpu", [RANKS - 1])
+    slices = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp"))
     full = torch.arange(15.0).reshape(5, 3)
     piece = full.tensor_split(RANKS)[rank]
     tensors = {
@@ -35,6 +36,8 @@ def module_of_dtensors(rank):
             piece, mesh, [_StridedShard(0, split_factor=1)], shape=full.shape, stride=full.stride()
         ),
         "last": distribute_tensor(full, last, [Shard(0)]),
+        "slice": distribute_tensor(full, slices["tp"], [Shard(0)]),
+        "outer slice": distribute_tensor(full, slices["dp"], [Shard(0)]),
     }
     module = torch.nn.Module()
     for name, tensor in tensors.items():

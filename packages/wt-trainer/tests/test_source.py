@@ -262,6 +262,8 @@ def test_dtensor_metadata_is_that_of_its_mesh(ranks):
         ["partial", everybody, [RANKS], "None"],
         ["strided", everybody, [RANKS], "None"],
         ["last", [RANKS - 1], [1], "(Shard(dim=0),)"],
+        ["slice", everybody, [RANKS, 1, 1], "(Replicate(), Replicate(), Shard(dim=0))"],
+        ["outer slice", everybody, [RANKS], "(Shard(dim=0),)"],
     ]
     for rank in ranks:
         assert rank["metadata"] == [[name, "torch.float32", [5, 3], *layout] for name, *layout in expected]
@@ -288,9 +290,9 @@ def test_dtensor_iter_local_yields_the_declared_pieces(ranks):
         local = {name: value for name, (_, _, value) in rank["local"].items()}
         start, stop = shard_bounds(5, RANKS, number)
         left, right = shard_bounds(3, RANKS, number)
-        assert local["rows"] == local["both"] == FULL[start:stop]
+        assert local["rows"] == local["both"] == local["outer slice"] == FULL[start:stop]
         assert local["columns"] == [row[left:right] for row in FULL]
-        assert local["plain"] == local["replicated"] == local["partial"] == local["strided"] == FULL
+        assert local["plain"] == local["replicated"] == local["partial"] == local["strided"] == local["slice"] == FULL
         assert local.get("last", FULL) == FULL
 
 

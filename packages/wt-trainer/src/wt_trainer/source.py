@@ -16,6 +16,7 @@ import torch
 from wt_common import ConfigurationError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 __all__ = ["ModuleSource", "ParamMeta", "Placement", "Replicate", "Shard", "WeightSource", "materialize_full_tensor"]
@@ -179,8 +180,9 @@ def materialize_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 class ModuleSource(WeightSource):
     """The parameters of a module, plain or sharded by FSDP2 or tensor parallelism (DTensor).
 
-    A plain tensor is owned by every rank; a DTensor by the ranks of its mesh, with its placements. A `Partial` or
-    strided placement is declared replicated and gathered in both modes. Tied parameters come once, under their first
+    A plain tensor is owned by every rank; a DTensor by the ranks of its mesh, with its placements; one on a slice of a mesh (as
+    `mesh["tp"]`) by the ranks of the whole mesh, replicated over its other axes, since every slice has one like it. A `Partial`
+    or strided placement is declared replicated and gathered in both modes. Tied parameters come once, under their first
     name; buffers are not sent.
 
     Args:
@@ -234,15 +236,35 @@ class ModuleSource(WeightSource):
         if not _is_dtensor(param):
             return ParamMeta(name, param.dtype, tuple(param.shape))
         tensor: DTensor = param  # type: ignore[assignment]  # checked two lines above
-        mesh = tensor.device_mesh.mesh
+        mesh = _whole_mesh(tensor.device_mesh)
+        placements = _placements_of(tensor)
+        outer = mesh.ndim - tensor.device_mesh.ndim
         return ParamMeta(
             name,
             tensor.dtype,
             tuple(tensor.shape),
             owners=tuple(int(rank) for rank in mesh.flatten().tolist()),
             mesh_shape=tuple(mesh.shape),
-            placements=_placements_of(tensor),
+            placements=None if placements is None else (Replicate(),) * outer + placements,
         )
+
+
+def _whole_mesh(mesh: DeviceMesh) -> torch.Tensor:
+    """Ranks of `mesh`, and where it is a slice of another mesh, of all slices like it, along axes put in front.
+
+    On another rank the same parameter lies on another slice; the metadata must not depend on who asks.
+    """
+    ranks = mesh.mesh
+    # Private, and the only way from a slice to its mesh. Without it metadata differ between ranks, which the first round refuses.
+    get_root = getattr(mesh, "_get_root_mesh", None)
+    whole = ranks if get_root is None else get_root().mesh
+    if whole.numel() == ranks.numel():
+        return ranks
+    # The slice's axes are those of the whole mesh along which its ranks differ: one of ours may be several of them, flattened.
+    places = [(whole == rank).nonzero()[0] for rank in ranks.flatten()]
+    inner = [axis for axis in range(whole.ndim) if len({int(place[axis]) for place in places}) > 1]
+    outer = [axis for axis in range(whole.ndim) if axis not in inner]
+    return whole.permute(*outer, *inner).reshape(*(whole.shape[axis] for axis in outer), *ranks.shape)
 
 
 def _placements_of(tensor: DTensor) -> tuple[Placement, ...] | None:
