@@ -167,6 +167,31 @@ def test_model_that_differs_from_the_metadata(cast: Cast, size: int, change: dic
         assert worker.call("echo", value=worker.port) == worker.port
 
 
+@pytest.mark.parametrize("declared", [{"a": ("float32", [4]), "b": ("float32", [3])}, {"a": ("float32", [4])}])
+def test_trainer_ranks_whose_metadata_differ(cast: Cast, declared: dict[str, Any]) -> None:
+    """A rank that would send something else than rank 0 stops the round before a byte moves; all ranks name the parameter."""
+    parameters = {"a": ("float32", [4]), "b": ("float32", [2])}
+    workers = cast.engine(parameters, 1)
+    trainers = cast.trainers(workers, 2, parameters=parameters)
+    trainers[1].call("declare", parameters=declared)
+    for result in together(*(lambda t=t: t.call("init") for t in trainers)):
+        assert result is None, result
+    for error in together(*(lambda t=t: raises(lambda: t.call("send")) for t in trainers)):
+        assert (error["type"], error["outcome"], error["side"], error["rank"]) == (
+            "PlanError",
+            "unchanged",
+            "trainer",
+            1,
+        )
+        assert error["param"] == "b"
+    trainers[1].call("declare", parameters=parameters)
+    for result in together(*(lambda t=t: t.call("init") for t in trainers)):
+        assert result is None, result
+    for result in together(*(lambda t=t: t.call("send") for t in trainers)):
+        committed(result)
+    assert workers[0].call("sums") == trainers[0].call("sums")
+
+
 def test_wider_dtype_is_cast(cast: Cast) -> None:
     """float32 master weights arrive rounded in a bfloat16 model."""
     narrow = {name: ("bfloat16", shape) for name, (_, shape) in MANY.items()}

@@ -145,6 +145,10 @@ class Trainer:
     def importable(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
 
+    def declare(self, parameters: dict[str, Any]) -> None:
+        """The next init's source, on this rank alone, has these parameters."""
+        self.source = TensorSource(make_tensors(parameters, 0), self.rank)
+
     def configure_withheld(self, param: str) -> None:
         """The source leaves out this parameter, in its metadata too."""
         self.source = CheckpointSource(self.source.model, withhold=param)

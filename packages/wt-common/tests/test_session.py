@@ -62,6 +62,7 @@ INSTANCES: list[Message] = [
         poisoned=True,
     ),
     wire.Installed(round=3, num_bytes=1 << 40, seconds={"receive": 0.5, "install": 1}, not_synced=["lm_head.weight"]),
+    wire.Joined(round=3, metadata_digest="ab" * 32),
     wire.Leave(error=ERROR),
     wire.Metadata(
         round=3,

@@ -13,6 +13,7 @@ from wt_common.session import (
     Enter,
     FrameDecoder,
     Go,
+    Metadata,
     Position,
     RoundOutcome,
     StoreSet,
@@ -21,6 +22,7 @@ from wt_common.session import (
 from wt_trainer import follower as module
 from wt_trainer.connection import Connection
 from wt_trainer.follower import FollowerSession
+from wt_trainer.metadata import RoundMetadata
 
 WAIT_S = 10
 
@@ -61,6 +63,9 @@ def go(number):
     return Go(round=number, epoch=1, rank=0, world_size=2, remaining_s=1)
 
 
+METADATA = RoundMetadata(("a", "b"), ("float32", "int8"), ((2,), ()), (8, 1), (0, 0))
+
+
 def fence(session, sender):
     """Return once everything that the sender has sent so far is taken."""
     key = f"fence {time.monotonic()}"
@@ -73,7 +78,7 @@ def test_messages_of_the_round_are_received(both):
     session, sender = both
     with session.running(1, WAIT_S) as round_:
         sender.send(go(1))
-        assert session.received(round_, Go) == go(1)
+        assert session.go(round_, METADATA) == go(1)
         sender.send(Enter(round=1, group=4))
         round_.wait(lambda: round_.num_entered == 5, lambda: "the fifth group")
 
@@ -84,7 +89,7 @@ def test_messages_that_come_before_the_round_are_kept(both):
     sender.send(go(1))
     fence(session, sender)
     with session.running(1, WAIT_S) as round_:
-        assert session.received(round_, Go) == go(1)
+        assert session.go(round_, METADATA) == go(1)
 
 
 def test_messages_of_the_next_round_are_kept_while_one_ends(both):
@@ -95,7 +100,7 @@ def test_messages_of_the_next_round_are_kept_while_one_ends(both):
         assert session.outcome(round_).report == {}
         fence(session, sender)
     with session.running(2, WAIT_S) as round_:
-        assert session.received(round_, Go) == go(2)
+        assert session.go(round_, METADATA) == go(2)
 
 
 def test_messages_of_an_earlier_round_do_not_matter(both):
@@ -103,8 +108,18 @@ def test_messages_of_an_earlier_round_do_not_matter(both):
     session, sender = both
     with session.running(2, WAIT_S) as round_:
         sender.send(go(1), Abort(round=1, error=error_to_wire(PlanError("late"))), go(2))
-        assert session.received(round_, Go) == go(2)
+        assert session.go(round_, METADATA) == go(2)
         round_.check()
+
+
+def test_sender_whose_metadata_differ_is_a_plan_error(both):
+    """Where the sender answers with its metadata, the error names the first parameter that differs, and how."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        sender.send(Metadata(round=1, names=["a", "b"], dtype_names=["float32"] * 2, shapes=[[2], []], roots=[0, 0]))
+        with pytest.raises(PlanError, match=r"place 1: expected 'b' float32 .* on rank 0, got 'b' int8") as caught:
+            session.go(round_, METADATA)
+    assert (caught.value.param, caught.value.side) == ("b", "trainer")
 
 
 def test_outcome_is_the_senders_word(both):
@@ -145,7 +160,7 @@ def test_abort_fails_the_round_and_is_answered_with_the_position(both):
         round_.begin_parameter(4)
         sender.send(Abort(round=1, error=error_to_wire(PlanError("no room", param="w"))))
         with pytest.raises(PlanError, match="no room") as caught:
-            session.received(round_, Go)
+            session.go(round_, METADATA)
         assert caught.value.param == "w"
         assert sender.receive() == Position(round=1, index=4)
         with pytest.raises(PlanError):
@@ -158,7 +173,7 @@ def test_sender_that_dies_fails_the_round_and_the_next(both):
     with session.running(1, WAIT_S) as round_:
         sender.sock.shutdown(socket.SHUT_RDWR)
         with pytest.raises(PeerLostError, match="trainer rank 0, the sender, is gone") as caught:
-            session.received(round_, Go)
+            session.go(round_, METADATA)
         with pytest.raises(PeerLostError):
             session.outcome(round_)
     assert (caught.value.rank, caught.value.side, caught.value.round) == (0, "trainer", 1)

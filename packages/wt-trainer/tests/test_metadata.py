@@ -1,5 +1,7 @@
 """What a round sends, as both sides compute it."""
 
+import re
+from dataclasses import replace
 from functools import cached_property
 
 import pytest
@@ -84,3 +86,22 @@ def test_owner_that_is_no_trainer_rank_is_refused():
     ) as caught:
         RoundMetadata.of(Listed(*METAS), 2)
     assert caught.value.param == "c"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "how"),
+    [
+        ({"names": ["a", "x", "c"]}, "x", "place 1: expected 'x' float32"),
+        ({"shapes": [[3, 2], [], [6]]}, "c", r"int8 \[6\] sent by rank 2 as on rank 0, got 'c' int8 \[5\]"),
+        ({"roots": [1, 0, 2]}, "a", "sent by rank 1 as on rank 0, got 'a' .* by rank 0"),
+        ({"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[3, 2]], "roots": [0]}, "b", "expected nothing"),
+    ],
+)
+def test_difference_names_the_first_parameter(changes, param, how):
+    """Two ranks' metadata that differ: the first parameter that does, with both sides' description."""
+    ours = RoundMetadata.of(Listed(*METAS), 3)
+    message = ours.message(1)
+    assert ours.difference(message) == ("", "only in their digests")
+    name, text = ours.difference(replace(message, **changes))
+    assert name == param
+    assert re.search(how, text)

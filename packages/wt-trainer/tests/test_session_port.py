@@ -30,6 +30,7 @@ from wt_common.session import (
     Failed,
     Finishing,
     Installed,
+    Joined,
     Leave,
     Position,
     Ready,
@@ -698,6 +699,21 @@ def test_send_reaches_every_peer_and_loses_one_that_is_gone(session, join, until
         with pytest.raises(PeerLostError, match="worker rank 1"):
             round_.check()
     assert peers[0].receive() == peers[2].receive() == Enter(round=1, group=0)
+
+
+def test_trainer_rank_that_is_a_step_ahead_is_heard(session, join, until):
+    """What another trainer rank says before the sender begins the round, its failure too, waits for the round."""
+    follower = join(session, role="trainer", engine="", rank=1, size=0)
+    follower.send(Joined(round=1, metadata_digest="ab"))
+    follower.send(Failed(round=2, error=error_to_wire(PlanError("no source")), stopped=True))
+    until(lambda: len(session._early) == 2)
+    with session.running(1, WAIT_S) as round_:
+        joined = round_.collect(Joined, session.followers)
+        assert [post.metadata_digest for post in joined.values()] == ["ab"]
+    with session.running(2, WAIT_S) as round_:
+        with pytest.raises(PlanError, match="no source"):
+            round_.check()
+        assert round_.stopped
 
 
 def test_notify_is_not_held_up_by_a_peer_that_does_not_read(session, join):

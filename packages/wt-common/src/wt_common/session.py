@@ -48,6 +48,7 @@ __all__ = [
     "Go",
     "Hello",
     "Installed",
+    "Joined",
     "Leave",
     "Message",
     "Metadata",
@@ -199,6 +200,18 @@ class Refused(Message):
 
 
 # --- 3. a round ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined(Message):
+    """C, a trainer rank: it takes part in the round, and its source's metadata have this digest.
+
+    L answers with `Go` when they are its own, else with its `Metadata`, so that C can name the difference.
+    """
+
+    type = "joined"
+    round: int
+    metadata_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,6 +428,7 @@ _MESSAGES: dict[str, type[Message]] = {
         Leave,
         Metadata,
         Position,
+        Joined,
         Ready,
         Refused,
         RoundOutcome,

@@ -5,18 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
 
-from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
+from wt_common import PeerLostError, PlanError, Side, StaleSessionError, WeightTransferError
 from wt_common.errors import error_from_wire, error_to_wire
-from wt_common.session import Abort, Enter, Message, Position, RoundOutcome, StoreSet
+from wt_common.session import Abort, Enter, Go, Message, Metadata, Position, RoundOutcome, StoreSet
 from wt_trainer.connection import Connection
+from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
 from wt_trainer.store import RendezvousStore
 
 __all__ = ["FollowerSession"]
-
-M = TypeVar("M", bound=Message)
 
 _SENDER = ("trainer", "", 0)  # the key under which a round files what the sender posts
 _OUTCOME_GRACE_S = 1.5  # past the deadline, for the sender to say how the round ended
@@ -73,11 +71,22 @@ class FollowerSession:
                 raise self._lost
         raise round_.timeout_error(lambda: "the sender to say how the round ended")
 
-    def received(self, round_: Round, kind: type[M]) -> M:
-        """The sender's `kind` message of this round, once it is there. Raises as `Round.wait` does."""
-        posts = round_.posts.setdefault(kind, {})
-        round_.wait(lambda: _SENDER in posts, lambda: f"the sender's {kind.type!r}")
-        return posts[_SENDER]  # type: ignore[return-value]  # filed under its own type
+    def go(self, round_: Round, metadata: RoundMetadata) -> Go:
+        """The sender's leave to begin, once it is there. Raises as `Round.wait` does.
+
+        Raises:
+            PlanError: the sender's metadata differ from `metadata`, this rank's.
+        """
+        posts = round_.posts
+        round_.wait(lambda: Go in posts or Metadata in posts, lambda: "the sender to begin")
+        if Go in posts:
+            return posts[Go][_SENDER]  # type: ignore[return-value]  # filed under its own type
+        param, how = metadata.difference(posts[Metadata][_SENDER])  # type: ignore[arg-type]
+        raise PlanError(
+            f"the source's metadata differ from rank 0's: {how}. Metadata must be the same on every trainer rank",
+            side=Side.TRAINER,
+            param=param,
+        )
 
     def send(self, message: Message) -> None:
         """Send `message` to the sender."""

@@ -35,8 +35,10 @@ from wt_common.session import (
     Ended,
     Failed,
     Finishing,
+    Go,
     Hello,
     Installed,
+    Joined,
     Position,
     Ready,
     RoundOutcome,
@@ -310,7 +312,9 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         assert session is not None  # send_weights has checked
         with session.running(self._round_number, self._timeout_s) as round_:
             try:
-                self._assist(session, round_, self._round_metadata())
+                metadata = self._round_metadata()
+                session.send(Joined(round=round_.number, metadata_digest=metadata.digest))
+                self._assist(session, round_, metadata, session.go(round_, metadata))
                 self._end_transfer(failed=False)
             except BaseException as exc:
                 error = _as_ours(exc).fill(side=Side.TRAINER, rank=self.rank)
@@ -371,6 +375,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             round_.run("start_weight_update", self.client.start_weight_update).join()
         with round_.timed("update"):
             metadata = self._round_metadata()
+            self._compare_sources(session, round_, metadata)
             info = {"session": session.id, "round": round_.number, "metadata_digest": metadata.digest}
             call = round_.run("update_weights", lambda: self.client.update_weights(info))
             casts = self._agree_on_metadata(session, round_, workers, metadata)
@@ -404,6 +409,14 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             workers=tuple(_worker_report(peer, installed[peer.key]) for peer in workers),
             notes=tuple(notes),
         )
+
+    def _compare_sources(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
+        """Every other trainer rank is in the round, with the same metadata; else one that differs says where."""
+        joined = round_.collect(Joined, session.followers)
+        differing = [peer for peer in session.followers if joined[peer.key].metadata_digest != metadata.digest]
+        if differing:
+            session.send(differing, metadata.message(round_.number))
+            round_.wait(lambda: False, lambda: f"{differing[0]} to say where its source differs")
 
     def _agree_on_metadata(
         self, session: Session, round_: Round, workers: list[Peer], metadata: RoundMetadata
@@ -500,7 +513,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """
 
     @abstractmethod
-    def _assist(self, session: FollowerSession, round_: Round, metadata: RoundMetadata) -> None:
+    def _assist(self, session: FollowerSession, round_: Round, metadata: RoundMetadata, go: Go) -> None:
         """On every other rank: run the source in step with the sender, and send what this rank is the root of."""
 
     def _run_source_to(self, index: int) -> None:

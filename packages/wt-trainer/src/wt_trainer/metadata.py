@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from math import prod
 
 import torch
@@ -73,6 +74,17 @@ class RoundMetadata:
         )
         return replace(self, dtype_names=dtype_names, sizes_bytes=sizes_bytes)
 
+    def difference(self, other: Metadata) -> tuple[str, str]:
+        """Where these metadata, this rank's, first differ from `other`, the sender's: the parameter's name, and how."""
+        ours = list(zip(self.names, self.dtype_names, map(list, self.shapes), self.roots, strict=True))
+        theirs = list(zip(other.names, other.dtype_names, other.shapes, other.roots, strict=True))
+        for index, (mine, sent) in enumerate(zip_longest(ours, theirs)):
+            if mine != sent:
+                return (sent or mine)[
+                    0
+                ], f"place {index}: expected {_describe(sent)} as on rank 0, got {_describe(mine)}"
+        return "", "only in their digests"
+
     def message(self, round_number: int) -> Metadata:
         """It as the session carries it."""
         return Metadata(
@@ -82,3 +94,10 @@ class RoundMetadata:
             shapes=[list(shape) for shape in self.shapes],
             roots=list(self.roots),
         )
+
+
+def _describe(row: tuple[str, str, list[int], int] | None) -> str:
+    if row is None:
+        return "nothing"
+    name, dtype_name, shape, root = row
+    return f"{name!r} {dtype_name} {shape} sent by rank {root}"

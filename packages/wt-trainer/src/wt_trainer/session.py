@@ -110,6 +110,10 @@ class Session:
         self.store = RendezvousStore(self.changed, self._publish)
         self.round: Round | None = None
         self.refusal: WeightTransferError | None = None
+        self._last_round = -1
+        self._early: list[
+            tuple[Peer, Message]
+        ] = []  # of a round that another trainer rank has begun and this one has not
         self._peers: dict[tuple[str, str, int], Peer] = {}
         self._sealed = False
         self._closed = False
@@ -212,9 +216,14 @@ class Session:
             if self._closed:
                 raise StaleSessionError("session: closed; call trainer_init again", side=Side.TRAINER, round=number)
             self.round = round_ = Round(number, timeout_s, self.changed)
+            self._last_round = number
             for peer in self._peers.values():
                 if peer.lost is not None:
                     round_.fail(_lost_error(peer, peer.lost))
+            for peer, message in self._early:
+                if message.round == number:  # type: ignore[attr-defined]  # only messages of a round are kept
+                    self._file(round_, peer, message)
+            self._early = [early for early in self._early if early[1].round > number]  # type: ignore[attr-defined]
         try:
             yield round_
         finally:
@@ -327,24 +336,28 @@ class Session:
             return
         number = getattr(message, "round", None)
         with self.changed:
-            current = self.round
-            if current is not None and number == current.number:
-                if isinstance(message, Failed):
-                    current.stopped = current.stopped or message.stopped
-                    error = error_from_wire(message.error)
-                    current.fail(
-                        error.fill(side=peer.hello.role, engine=peer.hello.engine or None, rank=peer.hello.rank)
-                    )
-                elif isinstance(message, Credit):
-                    current.credits[peer.key] = message.limit
-                current.posts.setdefault(type(message), {})[peer.key] = message
-                self.changed.notify_all()
+            if self.round is not None and number == self.round.number:
+                self._file(self.round, peer, message)
+                return
+            if number is not None and number > self._last_round and not peer.is_worker:
+                self._early.append((peer, message))
                 return
         if not isinstance(
             message, (Ended, Failed, Credit, Position, State)
         ):  # those need no answer: their sender waits for nothing
             stale = StaleSessionError(f"round {number} is over (session {self.id})", side=Side.TRAINER, round=number)
             self.notify([peer], Abort(round=int(number or 0), error=error_to_wire(stale)))
+
+    def _file(self, round_: Round, peer: Peer, message: Message) -> None:
+        """Take a message of `round_`."""
+        if isinstance(message, Failed):
+            round_.stopped = round_.stopped or message.stopped
+            error = error_from_wire(message.error)
+            round_.fail(error.fill(side=peer.hello.role, engine=peer.hello.engine or None, rank=peer.hello.rank))
+        elif isinstance(message, Credit):
+            round_.credits[peer.key] = message.limit
+        round_.posts.setdefault(type(message), {})[peer.key] = message
+        self.changed.notify_all()
 
     def _on_lost(self, peer: Peer, exc: Exception) -> None:
         peer.connection.close()

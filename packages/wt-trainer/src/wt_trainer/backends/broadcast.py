@@ -65,7 +65,6 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
     def _transmit(self, session: Session, round_: Round, metadata: RoundMetadata, casts: dict[str, str]) -> int:
         wire = metadata.cast(casts)
         groups, workers = self._plan(wire), session.workers
-        roots = {group.root for group in groups}
         if self._channel is None:
             self._epoch += 1
         go = Go(
@@ -76,7 +75,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             remaining_s=round_.remaining_s,
             casts=casts,
         )
-        session.send((peer for peer in session.followers if peer.hello.rank in roots), go)
+        session.send(session.followers, go)
         for index, peer in enumerate(workers):
             session.send([peer], replace(go, rank=1 + index))
         pipeline = _Pipeline(round_, groups, self.rank)
@@ -86,11 +85,10 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         round_.wait(lambda: round_.num_entered == len(groups), lambda: "the other senders")
         return sum(wire.sizes_bytes)
 
-    def _assist(self, session: FollowerSession, round_: Round, metadata: RoundMetadata) -> None:
+    def _assist(self, session: FollowerSession, round_: Round, metadata: RoundMetadata, go: Go) -> None:
         if self.rank not in metadata.roots:
             self._feed(round_, _Pipeline(round_, (), self.rank), metadata, metadata)
             return
-        go = session.received(round_, Go)
         if go.epoch != self._epoch:
             self._channel = None
             self._epoch = go.epoch
