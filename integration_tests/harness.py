@@ -272,29 +272,14 @@ def together(*calls: Callable[[], Any], timeout_s: float = 120) -> list[Any]:
     return [future.result(timeout=timeout_s) for future in futures]
 
 
-class VLLMServer:
-    """An unmodified vLLM OpenAI server with the wt-worker plugin, and the few questions that tests ask it."""
+class _Server:
+    """An inference server in the worker environment, and the few questions that tests ask it."""
 
-    def __init__(
-        self,
-        model: Path,
-        directory: Path,
-        *,
-        backend: str = "wt_gloo",
-        tensor_parallel_size: int = 1,
-        arguments: tuple[str, ...] = (),
-        packages: Path | None = None,
-    ) -> None:
+    def __init__(self, module: str, arguments: list[str], directory: Path, packages: Path | None = None) -> None:
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{self.port}.log"
-        command = [
-            *(worker_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
-            *("--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tensor_parallel_size)),
-            *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
-        ]
+        command = [worker_python(), "-m", module, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -336,7 +321,7 @@ class VLLMServer:
 
     def weight_version(self) -> str:
         """The label that it publishes."""
-        return str(requests.get(f"{self.base_url}/weight_info", timeout=30).json()["weight_version"])
+        return str(self.get("/weight_info")["weight_version"])
 
     def _complete(self, token_ids: list[int], **params: Any) -> dict[str, Any]:
         body = {"model": "m", "prompt": token_ids, "temperature": 0, **params}
@@ -344,6 +329,14 @@ class VLLMServer:
         if not reply.ok:
             raise HostError(f"{reply.status_code}: {reply.text}\n{self.tail()}")
         return dict(reply.json()["choices"][0])
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON reply to GET `path`."""
+        return dict(requests.get(self.base_url + path, timeout=30).json())
+
+    def post(self, path: str, **body: Any) -> requests.Response:
+        """The reply to POST `path` with this JSON body."""
+        return requests.post(self.base_url + path, json=body, timeout=60)
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole process group."""
@@ -374,3 +367,32 @@ class VLLMServer:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+class VLLMServer(_Server):
+    """An unmodified vLLM OpenAI server with the wt-worker plugin."""
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        backend: str = "wt_gloo",
+        tensor_parallel_size: int = 1,
+        arguments: tuple[str, ...] = (),
+        packages: Path | None = None,
+    ) -> None:
+        options = [
+            *("--model", str(model), "--served-model-name", "m"),
+            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
+            *("--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tensor_parallel_size)),
+            *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
+        ]
+        super().__init__("vllm.entrypoints.openai.api_server", options, directory, packages)
+
+
+class EmbeddedServer(_Server):
+    """The embedded server."""
+
+    def __init__(self, model: Path, directory: Path, *, backend: str = "gloo", packages: Path | None = None) -> None:
+        super().__init__("wt_worker.serve", ["--model", str(model), "--backend", backend], directory, packages)

@@ -20,6 +20,7 @@ from wt_common import (
     SCHEMA,
     AgreementError,
     IntegrityError,
+    Outcome,
     Phase,
     Side,
     StaleSessionError,
@@ -100,6 +101,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._metadata: dict[int, _Known] = {}  # by the target model's id
         self._open = False
         self._poisoned = False
+        self.last_outcome: Outcome | None = None  # of the round that ended last on this rank
         parallel = self.parallel_config
         self._rank = int(getattr(parallel, "rank", 0))
         self._size = int(getattr(parallel, "world_size", 1))
@@ -186,6 +188,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             session.end_round()
             self._installer = None
             self._open = self._poisoned = False
+            self.last_outcome = Outcome.COMMITTED
 
     def shutdown(self) -> None:
         """The session is left, its round aborted; the model can serve. May be called at any time and again."""
@@ -281,6 +284,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         except Exception:
             logger.exception("the model could not be restored after a failed round: restart this engine")
         self._poisoned = self._poisoned or touched
+        self.last_outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
         self._end_transfer(failed=True)
         return touched
 

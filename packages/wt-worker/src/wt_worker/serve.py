@@ -1,0 +1,201 @@
+"""An HTTP server around one Hugging Face causal language model, with vLLM's RL routes: for machines without vLLM, and for tests.
+
+    python -m wt_worker.serve --model DIR --backend gloo
+
+It hosts one `WeightTransferEngine` and makes the same calls as vLLM's worker; `completions.py` computes the tokens. It listens on
+this host only unless told otherwise, and asks nobody who they are. Needs the extra `[serve]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import uvicorn
+from anyio import CapacityLimiter, to_thread
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from transformers import AutoModelForCausalLM
+
+from wt_common import ConfigurationError
+from wt_worker.completions import Completions
+from wt_worker.digest import model_digest
+from wt_worker.engine import WeightTransferConfig
+from wt_worker.factory import WeightTransferEngineFactory
+
+__all__ = ["ModelHost", "make_app"]
+
+MAX_REQUESTS = 256
+"""Completions in hand at once, each with a thread, also while a pause has frozen it; vLLM's `max_num_seqs` is of that size."""
+
+logger = logging.getLogger(__name__)
+
+
+class ModelHost:
+    """A model, its completions, and the engine that updates it.
+
+    Args:
+        model: its parameters' names are those of the checkpoint.
+        backend: a built-in worker backend, or one published as an entry point (`wt_worker.backends`).
+    """
+
+    def __init__(self, model: torch.nn.Module, backend: str) -> None:
+        device = next(model.parameters()).device
+        parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_index=0)
+        vllm_config = SimpleNamespace(parallel_config=parallel, model_config=None)
+        config = WeightTransferConfig(backend=backend)
+        self.completions = Completions(model, device)
+        self.engine = WeightTransferEngineFactory.create_engine(config, vllm_config, device, model)
+        self.version = "default"
+        self._update_open = False
+        self._calls = threading.Lock()  # the engine gets one call at a time, as in vLLM's worker
+
+    def init(self, *, init_info: dict[str, Any]) -> dict[str, Any]:
+        """A trainer is connected."""
+        with self._calls:
+            self.engine.init_transfer_engine(self.engine.parse_init_info(init_info))
+        return {"message": "Weight transfer initialized"}
+
+    def start(self) -> dict[str, Any]:
+        """An update is open."""
+        with self._calls:
+            self._expect_open("start_weight_update", is_open=False)
+            self.engine.start_weight_update()
+            self._update_open = True
+        return {"message": "Weight update started"}
+
+    def update(self, *, update_info: dict[str, Any]) -> dict[str, Any]:
+        """The weights are in the model; no token is computed meanwhile."""
+        with self._calls, self.completions.held():
+            self._expect_open("update_weights", is_open=True)
+            try:
+                self.engine.update_weights(update_info)
+            except BaseException:
+                self._update_open = False
+                raise
+        return {"message": "Weights updated"}
+
+    def finish(self, *, weight_version: str | None = None) -> dict[str, Any]:
+        """The update is closed, and its version published."""
+        with self._calls, self.completions.held():
+            self._expect_open("finish_weight_update", is_open=True)
+            self.engine.finish_weight_update()
+            self._update_open = False
+            self.version = self.version if weight_version is None else weight_version
+        return {"message": "Weight update finished"}
+
+    def shutdown(self) -> dict[str, Any]:
+        """No trainer is connected."""
+        with self._calls:
+            self.engine.shutdown()
+        return {"message": "Weight transfer shut down"}
+
+    def set_version(self, *, new_version: str) -> dict[str, Any]:
+        """The label is `new_version`."""
+        self.version = new_version
+        return {"success": True, "new_version": new_version}
+
+    def weight_info(self) -> dict[str, Any]:
+        """The label, and how the engine's last round ended (None before the first)."""
+        return {"weight_version": self.version, "outcome": getattr(self.engine, "last_outcome", None)}
+
+    def weight_digest(self) -> dict[str, Any]:
+        """One digest for all weights, as `wt_worker.digest.model_digest` computes it; 1 GB takes about a second."""
+        with self._calls, self.completions.held():
+            return {"digest": model_digest(self.completions.model.named_parameters())}
+
+    def _expect_open(self, call: str, *, is_open: bool) -> None:
+        if self._update_open is not is_open:
+            state = "an update is open already" if self._update_open else "no update is open; start_weight_update first"
+            raise ConfigurationError(f"{call}: {state}", side="worker")
+
+
+def make_app(host: ModelHost) -> Starlette:
+    """The routes of `host`. Errors are answered as vLLM does: `{"error": {"message", "type", "code"}}`."""
+    completions, num_workers = host.completions, {"world_size": 1}
+    return Starlette(
+        routes=[
+            _route("GET", "/health", lambda: {"status": "ok"}),
+            _route("POST", "/v1/completions", completions.complete, CapacityLimiter(MAX_REQUESTS)),
+            _route("POST", "/init_weight_transfer_engine", host.init),
+            _route("POST", "/start_weight_update", host.start),
+            _route("POST", "/update_weights", host.update),
+            _route("POST", "/finish_weight_update", host.finish),
+            _route("POST", "/shutdown_weight_transfer_engine", host.shutdown),
+            _route("POST", "/update_weight_version", host.set_version),
+            _route("GET", "/weight_info", host.weight_info),
+            _route("GET", "/weight_digest", host.weight_digest),
+            _route("GET", "/get_world_size", lambda: num_workers),
+            _route("GET", "/load", completions.load),
+            _route("POST", "/pause", completions.pause),
+            _route("POST", "/resume", completions.resume),
+            _route("GET", "/is_paused", completions.is_paused),
+            _route("POST", "/sleep", completions.sleep),
+            _route("POST", "/wake_up", completions.wake_up),
+            _route("GET", "/is_sleeping", completions.is_sleeping),
+            # There is nothing to reset: no keys and values are kept.
+            *(
+                _route("POST", f"/reset_{kind}_cache", lambda: {"success": True})
+                for kind in ("prefix", "mm", "encoder")
+            ),
+        ]
+    )
+
+
+def _route(
+    method: str, path: str, call: Callable[..., dict[str, Any]], limiter: CapacityLimiter | None = None
+) -> Route:
+    """`call`, on a thread, with the fields of the request's body, else of its query, that it takes."""
+    limiter = limiter or CapacityLimiter(8)  # of its own: no completion, and no stuck call, holds up another route
+    parameters = inspect.signature(call).parameters.values()
+    names = {each.name for each in parameters}
+
+    async def answer(request: Request) -> JSONResponse:
+        try:
+            fields: dict[str, Any] = dict(request.query_params)
+            if await request.body():
+                fields |= await request.json()
+            if "tags" in names and "tags" in fields:
+                fields["tags"] = request.query_params.getlist("tags")
+            taken = fields if "body" in names else {name: value for name, value in fields.items() if name in names}
+            reply = await to_thread.run_sync(lambda: call(**taken), limiter=limiter)
+            return JSONResponse(reply)
+        except Exception as exc:
+            status = 400 if isinstance(exc, (ValueError, TypeError)) else 500
+            logger.exception("%s failed", path)
+            error = {"message": str(exc), "type": type(exc).__name__, "code": status}
+            return JSONResponse({"error": error}, status_code=status)
+
+    return Route(path, answer, methods=[method])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser(prog="python -m wt_worker.serve", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="a Hugging Face checkpoint's folder")
+    parser.add_argument("--backend", default="gloo", help="worker backend (%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 is any free one (%(default)s)")
+    parser.add_argument(
+        "--dtype", default="auto", help="of the weights, as torch calls it; auto is the checkpoint's (%(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="as torch calls it (%(default)s)")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(args.device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # out of the checkpoint's file, to which they are mapped
+    host = ModelHost(model.requires_grad_(requires_grad=False), args.backend)
+    uvicorn.run(make_app(host), host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=1)
+
+
+if __name__ == "__main__":
+    main()
