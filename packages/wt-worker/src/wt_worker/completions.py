@@ -22,12 +22,13 @@ class Completions:
     """What a server does between weight updates. May be called from any thread.
 
     Args:
-        model: takes `input_ids` and `use_cache`, returns `logits` [rows, tokens, vocabulary].
+        model: a Hugging Face causal language model.
         device: where it lies.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.model = model.eval()
+        self._config: Any = model.config
         self._device = device
         self._step = threading.Lock()  # held for one forward pass, and while weights change
         self._changed = threading.Condition()  # of all below
@@ -117,12 +118,12 @@ class Completions:
         Raises:
             ConfigurationError: a field is not what is expected.
         """
-        prompts = _prompts(body.get("prompt"), self.model.config.vocab_size)
+        prompts = _prompts(body.get("prompt"), self._config.vocab_size)
         num_tokens, copies = int(_number(body, "max_tokens", 16)), int(_number(body, "n", 1))
         temperature = _number(body, "temperature", 1.0)
         random = torch.Generator(self._device)
         random.manual_seed(int(_number(body, "seed", random.seed() % 2**32)))
-        eos = None if body.get("ignore_eos") else getattr(self.model.config, "eos_token_id", None)
+        eos = None if body.get("ignore_eos") else self._config.eos_token_id
         stop = {*([eos] if isinstance(eos, int) else eos or []), *body.get("stop_token_ids", [])}
         rows = [_Row(prompt) for prompt in prompts for _ in range(copies)]
         with self._request() as goes_on:
