@@ -167,6 +167,20 @@ def test_model_that_differs_from_the_metadata(cast: Cast, size: int, change: dic
         assert worker.call("echo", value=worker.port) == worker.port
 
 
+def test_source_that_overwrites_what_it_yielded(cast: Cast) -> None:
+    """A large tensor, which is sent from where it lies, must not change meanwhile: the round fails, and the next one repairs."""
+    parameters = {"a": ("float32", [1 << 20]), "b": ("float32", [1 << 20]), "c": ("float32", [2])}
+    workers = cast.engine(parameters, 1)
+    trainer = cast.trainer(workers, parameters=parameters)
+    trainer.call("init")
+    trainer.call("edit", kind="overwritten", param="b")
+    error = raises(lambda: trainer.call("send"))
+    assert (error["type"], error["param"], error["outcome"]) == ("PlanError", "b", "poisoned")
+    trainer.call("edit", kind="overwritten", param="c")  # packed, so it has been copied by then
+    committed(trainer.call("send"))
+    assert workers[0].call("sums") == trainer.call("sums")
+
+
 @pytest.mark.parametrize("declared", [{"a": ("float32", [4]), "b": ("float32", [3])}, {"a": ("float32", [4])}])
 def test_trainer_ranks_whose_metadata_differ(cast: Cast, declared: dict[str, Any]) -> None:
     """A rank that would send something else than rank 0 stops the round before a byte moves; all ranks name the parameter."""

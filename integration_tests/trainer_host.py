@@ -375,7 +375,21 @@ def _replace(name: str, change: Any) -> Any:
     return lambda items: [(key, change(value) if key == name else value) for key, value in items]
 
 
+def _overwrites(name: str) -> Any:
+    """The memory of `name` is written to once the next parameter is asked for, as by a source that reuses one buffer."""
+
+    def edit(items: list[tuple[str, torch.Tensor]]) -> Any:
+        for key, value in items:
+            copy = value.clone()
+            yield key, copy
+            if key == name:
+                copy.zero_()
+
+    return edit
+
+
 _EDITS = {
+    "overwritten": _overwrites,
     "none": lambda name: None,
     "missing": lambda name: lambda items: [item for item in items if item[0] != name],
     "extra": lambda name: lambda items: [*items, ("extra", torch.zeros(3))],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wt_common.packing import PIECE_ALIGNMENT_BYTES, Group, Piece, plan_groups
+from wt_common.packing import DIRECT_BYTES, PIECE_ALIGNMENT_BYTES, Group, Piece, operations, plan_groups
 
 sizes = st.lists(st.integers(0, 150), max_size=12)
 
@@ -116,3 +116,14 @@ def test_impossible_arguments_are_refused(sizes_bytes, bounds, text):
     """A bound that is not positive, or a negative size, is a ValueError that says which."""
     with pytest.raises(ValueError, match=text):
         plan_groups(sizes_bytes, **bounds)
+
+
+@given(st.lists(st.sampled_from([1, 100, DIRECT_BYTES - 1, DIRECT_BYTES, 3 * DIRECT_BYTES]), min_size=1, max_size=12))
+def test_large_pieces_are_operations_of_their_own(sizes_bytes):
+    """The operations are the group's pieces in order; a large one is alone, and two runs of small ones never meet."""
+    for group in plan_groups(sizes_bytes, max_bytes=8 * DIRECT_BYTES, max_pieces=5):
+        runs = list(operations(group))
+        assert [piece for run in runs for piece in run] == list(group.pieces)
+        is_large = [[piece.num_bytes >= DIRECT_BYTES for piece in run] for run in runs]
+        assert all(run == [True] or not any(run) for run in is_large)
+        assert all(left[-1] or right[0] for left, right in itertools.pairwise(is_large))

@@ -134,6 +134,25 @@ def test_round_is_written_in_place(installer, model):
     assert not model.cache.any()
 
 
+def test_bytes_can_be_copied_into_place(installer, model):
+    """A parameter of the dtype that is sent, a scalar too, is written where it is; what was given a place counts as written."""
+    installer.begin()
+    for name, tensor in full_batch():
+        installer.place(name, tensor.dtype).copy_(tensor.reshape(-1).view(torch.uint8))
+        assert torch.equal(model.get_parameter(name), tensor)
+    assert installer.finish() == InstallResult(num_parameters=3, not_synced=())
+    assert installer.abort() is True
+
+
+def test_no_place_where_bytes_would_not_fit(installer, model):
+    """Another dtype, or memory with gaps, goes through `install`."""
+    installer.begin()
+    assert installer.place("norm", torch.float32) is None
+    model.embed.weight.data = torch.zeros(2, 4).t()
+    assert installer.place("embed.weight", torch.float32) is None
+    assert installer.abort() is False
+
+
 def test_values_are_cast_to_the_models_dtype(installer, model):
     """What comes in another floating dtype is rounded as torch does."""
     values = torch.tensor([1 / 3, 2e5, -1.0], dtype=torch.float64)

@@ -1,19 +1,25 @@
 """How parameters are grouped on the wire: one rule, computed by each side from the same numbers.
 
-A *group* is what one wire operation carries. It holds *pieces*, byte ranges of parameters in metadata order. Both
-sides compute the groups from the parameters' sizes and the bounds shipped in the init info, so no layout is sent.
+A *group* is what a receiver has one buffer for. It holds *pieces*, byte ranges of parameters in metadata order, and is moved in
+one or several *operations*. Both sides compute all of it from the parameters' sizes and the bounds in the init info, so no layout
+is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PIECE_ALIGNMENT_BYTES", "Group", "Piece", "plan_groups"]
+__all__ = ["DIRECT_BYTES", "PIECE_ALIGNMENT_BYTES", "Group", "Piece", "operations", "plan_groups"]
 
 PIECE_ALIGNMENT_BYTES = 64
 """Each piece starts at a multiple of this in a group's buffer, so that a receiver can view it as any dtype
 (the largest torch element is 16 bytes; 64 is a cache line)."""
+
+
+DIRECT_BYTES = 1 << 20
+"""A piece of at least this size is an operation of its own, sent from where it lies; smaller neighbours are packed into one. Over
+gloo an operation costs about 0.2 ms, as much as copying 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The pieces of one wire operation and the size of the buffer that holds them all."""
+    """Pieces that one root sends, and the size of the buffer that holds them all."""
 
     root: int
     pieces: tuple[Piece, ...]
@@ -85,3 +91,14 @@ def plan_groups(
             start += num_bytes
     flush()
     return tuple(groups)
+
+
+def operations(group: Group) -> Iterator[tuple[Piece, ...]]:
+    """The pieces of each operation that moves `group`, in order; it moves from its first's offset to its last's end."""
+    run: list[Piece] = []
+    for piece in group.pieces:
+        if run and (piece.num_bytes >= DIRECT_BYTES or run[-1].num_bytes >= DIRECT_BYTES):
+            yield tuple(run)
+            run = []
+        run.append(piece)
+    yield tuple(run)

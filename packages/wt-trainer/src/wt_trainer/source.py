@@ -118,7 +118,9 @@ class WeightSource(ABC):
     2. Each round, every rank runs the iterator that the backend needs, once: `iter_full()` yields whole tensors (broadcast,
        shared memory, rdt), `iter_local()` this rank's shards (mesh to mesh). Both yield exactly `owned_names(rank)`, in
        metadata order, with the declared dtypes and shapes, on the caller's current stream.
-    3. An iterator may run collectives among a parameter's owners, so all ranks iterate in the same order.
+    3. A yielded tensor stays as it is until `send_weights()` returns: it may be sent from where it lies, later than the next
+       one is asked for. A write to it meanwhile is a PlanError.
+    4. An iterator may run collectives among a parameter's owners, so all ranks iterate in the same order.
 
     Names that share a layer index (the outermost all-digit segment of the name) are contiguous in `metadata`.
 

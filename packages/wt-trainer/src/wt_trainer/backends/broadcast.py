@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from wt_common import PlanError, Side, TransportError, WeightTransferError
-from wt_common.packing import Group, plan_groups
+from wt_common.packing import DIRECT_BYTES, Group, Piece, operations, plan_groups
 from wt_common.session import Credit, Enter, Go
 from wt_trainer.channels.gloo import GlooChannel
 from wt_trainer.follower import FollowerSession
@@ -133,16 +133,18 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         self._stream = stream = _CheckedStream(source, metadata, wire, self.rank, round_)
         for count, (number, group) in enumerate(pipeline.own):
             pipeline.wait_sent(count - num_buffers + 1)
-            if len(group.pieces) == 1:
-                piece = group.pieces[0]
-                buffer = stream.bytes_of(piece.index)[piece.start : piece.start + piece.num_bytes]
-            else:
-                buffer = self._staging_buffer(count % num_buffers)[: group.num_bytes]
-                for piece in group.pieces:
-                    data = stream.bytes_of(piece.index)[piece.start : piece.start + piece.num_bytes]
-                    buffer[piece.offset : piece.offset + piece.num_bytes].copy_(data)
+            buffers, lent = [], []
+            for pieces in operations(group):
+                if pieces[0].num_bytes >= DIRECT_BYTES:
+                    buffers.append(stream.piece(pieces[0]))
+                    lent += stream.lent()
+                else:
+                    staging = self._staging_buffer(count % num_buffers)
+                    for piece in pieces:
+                        staging[piece.offset : piece.offset + piece.num_bytes].copy_(stream.piece(piece))
+                    buffers.append(staging[pieces[0].offset : pieces[-1].offset + pieces[-1].num_bytes])
             round_.check(lambda: f"the source to reach {stream.current!r}")
-            pipeline.mark_ready(number, buffer)
+            pipeline.mark_ready(number, buffers, lent)
         stream.finish()
 
     def _staging_buffer(self, slot: int) -> torch.Tensor:
@@ -178,8 +180,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
                 round_.changed.notify_all()
             session.send(waited_for, Enter(round=round_.number, group=number))
             if channel is not None and group.root == self.rank:
-                channel.broadcast(pipeline.ready[number], round_.deadline)
-                pipeline.mark_sent(number)
+                pipeline.send(number, channel)
 
     def _play(self, session: FollowerSession, round_: Round, pipeline: _Pipeline, go: Go) -> None:
         """On another rank: broadcast the groups that this rank is the root of, each when the sender says so."""
@@ -191,8 +192,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
                 lambda number=number: round_.num_entered > number,  # type: ignore[misc]
                 lambda number=number: f"the sender to enter group {number}",  # type: ignore[misc]
             )
-            channel.broadcast(pipeline.ready[number], round_.deadline)
-            pipeline.mark_sent(number)
+            pipeline.send(number, channel)
 
     def _open_channel(self, session: Session | FollowerSession, round_: Round, go: Go) -> GlooChannel:
         if self._channel is not None:
@@ -222,14 +222,15 @@ class _Pipeline:
         self.groups = groups
         self.own = [(number, group) for number, group in enumerate(groups) if group.root == rank]
         self.num_own = len(self.own)
-        self.ready: dict[int, torch.Tensor] = {}
+        self.ready: dict[int, tuple[list[torch.Tensor], list[_Loan]]] = {}
         self._own_numbers = {number for number, _ in self.own}
         self._round = round_
         self._num_sent = 0
 
-    def mark_ready(self, number: int, buffer: torch.Tensor) -> None:
+    def mark_ready(self, number: int, buffers: list[torch.Tensor], lent: list[_Loan]) -> None:
+        """Group `number` can go out of `buffers`, one for each operation; some are the source's own memory."""
         with self._round.changed:
-            self.ready[number] = buffer
+            self.ready[number] = buffers, lent
             self._round.changed.notify_all()
 
     def wait_ready(self, number: int, keys: list[tuple[str, str, int]]) -> None:
@@ -249,7 +250,17 @@ class _Pipeline:
             ),
         )
 
-    def mark_sent(self, number: int) -> None:
+    def send(self, number: int, channel: GlooChannel) -> None:
+        """Broadcast group `number`.
+
+        Raises:
+            PlanError: the source has written into a tensor that it had yielded, before that was sent.
+        """
+        buffers, lent = self.ready[number]
+        for buffer in buffers:
+            channel.broadcast(buffer, self._round.deadline)
+        for loan in lent:
+            loan.check()
         with self._round.changed:
             del self.ready[number]
             self._num_sent += 1
@@ -260,6 +271,25 @@ class _Pipeline:
         self._round.wait(
             lambda: self._num_sent >= count, lambda: f"group {self._num_sent + 1} of {self.num_own} to be sent"
         )
+
+
+class _Loan:
+    """A tensor of the source's that is sent from where it lies."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self._name = name
+        self._tensor = tensor
+        # torch counts the writes to a tensor and its views; not those of a tensor made in inference mode.
+        self._version = None if tensor.is_inference() else tensor._version  # noqa: SLF001  # documented, if private
+
+    def check(self) -> None:
+        """Raise if it was written to since it was yielded."""
+        if self._version is not None and self._tensor._version != self._version:  # noqa: SLF001
+            raise _plan_error(
+                self._name,
+                f"parameter {self._name!r} was written to while it was being sent: a yielded tensor must stay as it is until "
+                "send_weights() returns; yield a clone, and do not train meanwhile",
+            )
 
 
 class _CheckedStream:
@@ -275,22 +305,27 @@ class _CheckedStream:
         self._expected = [index for index, name in enumerate(metadata.names) if name in owned]
         self._items: Iterator[tuple[str, torch.Tensor]] = iter(source.iter_full())
         self._position = -1
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._tensor = self._flat = torch.empty(0, dtype=torch.uint8)
 
     @property
     def current(self) -> str:
         """The name that the source yielded last, or is to yield first."""
         return self._metadata.names[self._expected[max(self._position, 0)]]
 
-    def bytes_of(self, index: int) -> torch.Tensor:
-        """The bytes of parameter `index`, as 1-D uint8 on the CPU; it is the current parameter or a later one.
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """The bytes of `piece`, as 1-D uint8 on the CPU; it is of the current parameter or a later one.
 
         Raises:
             PlanError: what the source yields differs from its metadata.
         """
-        while self._position < 0 or self._expected[self._position] < index:
+        while self._position < 0 or self._expected[self._position] < piece.index:
             self._advance()
-        return self._flat
+        return self._flat[piece.start : piece.start + piece.num_bytes]
+
+    def lent(self) -> list[_Loan]:
+        """The current parameter, if its bytes are the source's own memory."""
+        shared = self._flat.untyped_storage().data_ptr() == self._tensor.untyped_storage().data_ptr()
+        return [_Loan(self.current, self._tensor)] if shared else []
 
     def finish(self) -> None:
         """Check what is left: parameters that another rank sends, empty ones, and that nothing comes after the last."""
@@ -331,6 +366,7 @@ class _CheckedStream:
                 f"parameter {name!r}: the metadata declares {dtype_name} {list(shape)}, the source yields "
                 f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}",
             )
+        self._tensor = tensor
         # Cast where the tensor is, then move: half the bytes to move where float32 becomes bfloat16.
         cast = tensor.detach().to(getattr(torch, self._wire.dtype_names[index])).to("cpu")
         self._flat = cast.contiguous().reshape(-1).view(torch.uint8)

@@ -15,7 +15,7 @@ import torch
 
 from wt_common import Side, TransportError, WeightTransferError
 from wt_common.broadcast import DenseBroadcastInitInfo
-from wt_common.packing import Group, plan_groups
+from wt_common.packing import Group, operations, plan_groups
 from wt_common.session import Credit, Go, Metadata
 from wt_worker.channels.gloo import GlooChannel
 from wt_worker.installers.base import Installer
@@ -61,7 +61,7 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
             target=self._pump, args=(session, round_, go, groups, arrived), name=f"wt-receive {session.id}", daemon=True
         ).start()
         session.send(Credit(round=round_.number, limit=info.num_buffers))
-        assembly = _Assembly(metadata, dtypes, sizes)
+        assembly = _Assembly(metadata, dtypes, sizes, installer)
         for number, group in enumerate(groups):
             arrived.wait_for(number)
             complete = assembly.take(group, self._staging[number % info.num_buffers])
@@ -94,7 +94,9 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
                     f"the trainer to send group {number} of {len(groups)}",
                 )
                 buffer = staging[number % len(staging)][: group.num_bytes]
-                channels[group.root].broadcast(buffer, round_.deadline)
+                for pieces in operations(group):
+                    operation = buffer[pieces[0].offset : pieces[-1].offset + pieces[-1].num_bytes]
+                    channels[group.root].broadcast(operation, round_.deadline)
                 arrived.mark(number)
         except WeightTransferError as exc:
             round_.fail_second_hand(exc.fill(side=Side.WORKER))
@@ -139,16 +141,18 @@ class _Arrivals:
 
 
 class _Assembly:
-    """Puts pieces together to parameters that own their memory: vLLM keeps what it is given until a layer is complete."""
+    """Puts pieces where the installer wants them, else together to parameters that own their memory, since it may keep those."""
 
-    def __init__(self, metadata: Metadata, dtypes: list[torch.dtype], sizes: list[int]) -> None:
+    def __init__(self, metadata: Metadata, dtypes: list[torch.dtype], sizes: list[int], installer: Installer) -> None:
+        self._installer = installer
         self._metadata = metadata
         self._dtypes = dtypes
         self._sizes = sizes
         self._flat = torch.empty(0, dtype=torch.uint8)
+        self._is_in_place = False
 
     def take(self, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Copy `group` out of `buffer`, which is free afterwards; returns the parameters that are complete now."""
+        """Copy `group` out of `buffer`, which is free afterwards; returns the parameters that are complete and not in place."""
         return list(self._complete(group, buffer))
 
     def empty_parameters(self) -> list[tuple[str, torch.Tensor]]:
@@ -162,10 +166,12 @@ class _Assembly:
     def _complete(self, group: Group, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         for piece in group.pieces:
             if piece.start == 0:
-                self._flat = torch.empty(self._sizes[piece.index], dtype=torch.uint8)
+                place = self._installer.place(self._metadata.names[piece.index], self._dtypes[piece.index])
+                self._is_in_place = place is not None
+                self._flat = torch.empty(self._sizes[piece.index], dtype=torch.uint8) if place is None else place
             end = piece.start + piece.num_bytes
             self._flat[piece.start : end].copy_(buffer[piece.offset : piece.offset + piece.num_bytes])
-            if end == self._sizes[piece.index]:
+            if end == self._sizes[piece.index] and not self._is_in_place:
                 yield self._parameter(piece.index, self._flat)
 
     def _parameter(self, index: int, flat: torch.Tensor) -> tuple[str, torch.Tensor]:

@@ -33,7 +33,8 @@ class Installer(Protocol):
 
     0. `check(metadata)`, before a byte moves.
     1. `begin()`. From here on the model cannot generate.
-    2. `install(batch)`, any number of times, together covering whatever the round updates.
+    2. For each parameter `place(name, dtype)`, whose bytes are then written to where it says; those that have no place go to
+       `install(batch)`, any number of times. Together they cover whatever the round updates.
     3. `finish()`. The model serves the new weights.
     4. `abort()`, instead of or after any of these, whenever the round fails, also when another
        rank failed and this one did not. The model can serve again; the result says which weights.
@@ -57,6 +58,12 @@ class Installer(Protocol):
 
     def begin(self) -> None:
         """The model takes weights and cannot generate until `finish` or `abort`."""
+
+    def place(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where in the model the bytes of parameter `name`, sent as `dtype`, can be copied to: 1-D uint8 on the CPU.
+
+        None where it must go through `install`. All of it is written before `finish`, unless the round fails.
+        """
 
     def install(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
         """The tensors of `batch`, under their checkpoint names, are on their way into the model.

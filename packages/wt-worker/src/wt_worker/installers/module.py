@@ -53,6 +53,14 @@ class ModuleInstaller:
         """Nothing is written yet."""
         self._written.clear()
 
+    def place(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """The parameter itself, where it is contiguous on the CPU and of that dtype."""
+        target = self._targets[name].detach()
+        if target.dtype != dtype or not target.is_contiguous() or target.device.type != "cpu":
+            return None
+        self._written.add(name)
+        return target.reshape(-1).view(torch.uint8)
+
     @torch.no_grad()
     def install(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
         """The tensors of `batch` are in the model."""

@@ -122,6 +122,9 @@ class LayerwiseInstaller:
                 self.abort()
                 raise
 
+    def place(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """None: vLLM's loaders take whole tensors."""
+
     def install(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
         """The tensors are in vLLM's hands, and every layer that is complete serves them.
 
