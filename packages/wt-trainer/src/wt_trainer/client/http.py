@@ -8,13 +8,15 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from wt_common import ConfigurationError, RoundTimeoutError, TransportError, WeightTransferError
+from wt_trainer.client.connections import Connections
 from wt_trainer.client.protocol import PauseMode, UpdatePayload
 
 if TYPE_CHECKING:
@@ -73,10 +75,10 @@ class HTTPVLLMWeightSyncClient:
         self.base_urls = tuple(url.rstrip("/") for url in urls)
         self.timeout = float(timeout)
         self.pause_mode = pause
-        self._headers = dict(headers or {})
+        headers = dict(headers or {})
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._tls: dict[str, Any] = {"verify": verify, "cert": cert}
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._connections = {url: Connections(url, headers, verify, cert) for url in self.base_urls}
         self.is_draft = False
         self._deadline: float | None = None
 
@@ -155,8 +157,7 @@ class HTTPVLLMWeightSyncClient:
 
     def is_paused(self) -> list[bool]:
         """Whether each server is paused, in the order of `base_urls`."""
-        key = "is_paused"
-        return self._each(lambda url: bool(_object_of(self._request("GET", url, f"/{key}"), key)[key]))
+        return self._each(self._is_paused)
 
     @contextmanager
     def paused(self, mode: PauseMode | None = None) -> Iterator[None]:
@@ -169,8 +170,7 @@ class HTTPVLLMWeightSyncClient:
             ConfigurationError: a server is asleep; or one is running and neither `mode` nor the client's setting allows a pause.
         """
         mode = self.pause_mode if mode is None else mode
-        paused = self.is_paused()
-        self._refuse_sleeping(paused)
+        paused = self._refuse_sleeping()
         running = [url for url, is_paused in zip(self.base_urls, paused, strict=True) if not is_paused]
         if running and mode is None:
             raise ConfigurationError(
@@ -198,10 +198,8 @@ class HTTPVLLMWeightSyncClient:
         """Resume `urls`, and return why that is not known to have happened within `_LATE_RESUME_S`; empty if it has."""
         future: Future[None] = Future()
 
-        def resume(_: str) -> None:
-            self._resume(urls, self.timeout)
-
-        threading.Thread(target=_run_into, args=(future, resume, ""), name="wt-http resume", daemon=True).start()
+        resume = partial(self._resume, urls, self.timeout)
+        threading.Thread(target=_run_into, args=(future, resume), name="wt-http resume", daemon=True).start()
         try:
             future.result(timeout=_LATE_RESUME_S)
         except WeightTransferError as exc:
@@ -221,13 +219,10 @@ class HTTPVLLMWeightSyncClient:
         Raises:
             TransportError: a prefix cache was not reset. Requests would continue from keys and values of the old weights.
         """
-        notes = [note for note in self._each(self._reset_prefix_cache) if note]
+        calls = {(url, "/reset_prefix_cache"): partial(self._reset_prefix_cache, url) for url in self.base_urls}
         for path in ("/reset_mm_cache", "/reset_encoder_cache"):
-            missing = [
-                url for url, reply in zip(self.base_urls, self._optional_post(path), strict=True) if reply is None
-            ]
-            notes += [f"{url} has no {path}: that cache was not reset" for url in missing]
-        return notes
+            calls |= {(url, path): partial(self._reset_optional_cache, url, path) for url in self.base_urls}
+        return [note for note in self._at_once(calls).values() if note]
 
     def _reset_prefix_cache(self, url: str) -> str | None:
         """Reset it with the connector's cache, if there is a connector; without, and say so, where that fails."""
@@ -240,24 +235,37 @@ class HTTPVLLMWeightSyncClient:
             f"{url}: the prefix cache was not reset; do it before the server generates", side="trainer"
         )
 
-    def _refuse_sleeping(self, paused: Sequence[bool]) -> None:
-        flags = dict(zip(self.base_urls, paused, strict=True))
-        asleep = self._each(lambda url: self._is_asleep(url, is_paused=flags[url]))
-        urls = [url for url, sleeping in zip(self.base_urls, asleep, strict=True) if sleeping]
+    def _reset_optional_cache(self, url: str, path: str) -> str | None:
+        reply = _none_if_missing(lambda: self._request("POST", url, path))
+        return f"{url} has no {path}: that cache was not reset" if reply is None else None
+
+    def _refuse_sleeping(self) -> list[bool]:
+        """Whether each server is paused; raises if one is asleep."""
+        calls: dict[tuple[str, str], Callable[[], bool]] = {}
+        for url in self.base_urls:
+            calls[url, "paused"] = partial(self._is_paused, url)
+            calls[url, "asleep"] = partial(self._says_asleep, url)
+        said = self._at_once(calls)
+        urls = [url for url in self.base_urls if said[url, "asleep"] and self._is_asleep(url, said[url, "paused"])]
         if urls:
             raise ConfigurationError(
                 f"{', '.join(urls)}: asleep, so there is no memory to write weights to; wake it up first "
                 "(POST /wake_up?tags=weights)"
             )
+        return [said[url, "paused"] for url in self.base_urls]
 
-    def _is_asleep(self, url: str, *, is_paused: bool) -> bool:
-        """Whether the server's weights are out of memory.
+    def _is_paused(self, url: str) -> bool:
+        return bool(_object_of(self._request("GET", url, "/is_paused"), "is_paused")["is_paused"])
+
+    def _says_asleep(self, url: str) -> bool:
+        reply = _none_if_missing(lambda: self._request("GET", url, "/is_sleeping"))
+        return reply is not None and bool(_object_of(reply).get("is_sleeping"))
+
+    def _is_asleep(self, url: str, is_paused: bool) -> bool:
+        """Whether the weights of a server that says it sleeps are out of memory.
 
         vLLM's /is_sleeping is also true of a server that is merely paused; then the gauge of its metrics tells the two apart.
         """
-        reply = _none_if_missing(lambda: self._request("GET", url, "/is_sleeping"))
-        if reply is None or not _object_of(reply).get("is_sleeping"):
-            return False
         if not is_paused:
             return True
         metrics = _none_if_missing(lambda: self._request("GET", url, "/metrics"))
@@ -271,9 +279,6 @@ class HTTPVLLMWeightSyncClient:
     def _post(self, urls: Sequence[str], path: str, **kwargs: Any) -> None:
         self._each(lambda url: self._request("POST", url, path, **kwargs), urls)
 
-    def _optional_post(self, path: str) -> list[requests.Response | None]:
-        return self._each(lambda url: _none_if_missing(lambda: self._request("POST", url, path)))
-
     def _optional_all(self, path: str, key: str) -> list[Any]:
         """`key` of each server's reply to GET `path`; None where the server has no such route."""
 
@@ -286,22 +291,29 @@ class HTTPVLLMWeightSyncClient:
     def _each(
         self, call: Callable[[str], T], urls: Sequence[str] | None = None, *, within: float | None = None
     ) -> list[T]:
-        """`call(url)` for all `urls` at once; waits for all and raises the first failure in their order.
+        """`call(url)` for all `urls` at once; waits for all and raises the first failure in their order."""
+        calls = {(url, ""): partial(call, url) for url in (self.base_urls if urls is None else urls)}
+        return list(self._at_once(calls, within=within).values())
+
+    def _at_once(
+        self, calls: Mapping[tuple[str, str], Callable[[], T]], *, within: float | None = None
+    ) -> dict[tuple[str, str], T]:
+        """The results of `calls`, whose keys begin with the server's URL and which run all at once; raises the first failure.
 
         Plain daemon threads, not an executor: an executor's threads are joined at exit, and one may hang in a dead server.
         The wait for them bounds a call: `requests` bounds each read only (not a trickled reply), and no name lookup.
         """
-        urls = self.base_urls if urls is None else urls
         deadline = time.monotonic() + (self._left_s() if within is None else within) + _READ_GRACE_S
-        futures: list[Future[T]] = [Future() for _ in urls]
-        for url, future in zip(urls, futures, strict=True):
-            threading.Thread(target=_run_into, args=(future, call, url), name=f"wt-http {url}", daemon=True).start()
-        wait(futures, timeout=deadline - time.monotonic())
-        results = []
-        for url, future in zip(urls, futures, strict=True):
+        futures: dict[tuple[str, str], Future[T]] = {key: Future() for key in calls}
+        for key, future in futures.items():
+            name = f"wt-http {key[0]}"
+            threading.Thread(target=_run_into, args=(future, calls[key]), name=name, daemon=True).start()
+        wait(futures.values(), timeout=deadline - time.monotonic())
+        results = {}
+        for key, future in futures.items():
             if not future.done():
-                raise RoundTimeoutError(f"{url}: no complete reply in time", side="trainer")
-            results.append(future.result())
+                raise RoundTimeoutError(f"{key[0]}: no complete reply in time", side="trainer")
+            results[key] = future.result()
         return results
 
     def _left_s(self) -> float:
@@ -320,9 +332,7 @@ class HTTPVLLMWeightSyncClient:
             raise RoundTimeoutError(f"{method} {base_url}{path}: not sent, the deadline has passed", side="trainer")
         ends = time.monotonic() + left
         try:
-            reply = requests.request(
-                method, base_url + path, timeout=left, headers=self._headers, **self._tls, **kwargs
-            )
+            reply = self._connections[base_url].request(method, path, timeout=left, **kwargs)
         except requests.RequestException as exc:
             if isinstance(exc, requests.Timeout) or time.monotonic() >= ends:  # a body's is no Timeout
                 raise RoundTimeoutError(
@@ -375,9 +385,9 @@ def _succeeded(reply: requests.Response) -> bool:
         return True
 
 
-def _run_into(future: Future[T], call: Callable[[str], T], url: str) -> None:
+def _run_into(future: Future[T], call: Callable[[], T]) -> None:
     try:
-        future.set_result(call(url))
+        future.set_result(call())
     except BaseException as exc:
         future.set_exception(exc)
 
