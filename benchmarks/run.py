@@ -1,0 +1,41 @@
+"""Run benchmarks by name: one JSON line per measurement on stdout, everything else on stderr.
+
+`nox -s bench -- NAME...` makes the two environments and runs this; `--list` names the benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "integration_tests")]  # measure.py; harness.py, which starts servers
+
+BENCHMARKS = {
+    "control_plane": "a round of a one-parameter model over HTTP: what a round costs beside its bytes",
+    "gloo_dense": "1 GB in bfloat16 to the embedded server, against gloo alone",
+}
+"""Each is a module of this folder with `measure(hardware)`, which yields the lines of one run."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all by default")
+    parser.add_argument("--list", action="store_true", help="print the names, and what each measures")
+    args = parser.parse_args()
+    if args.list:
+        for name, what in BENCHMARKS.items():
+            print(f"{name:16} {what}")
+        return
+    unknown = sorted(set(args.names) - set(BENCHMARKS))
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    for name in args.names or BENCHMARKS:
+        for line in importlib.import_module(name).measure():
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
