@@ -26,6 +26,7 @@ def report():
             ),
             WorkerReport(engine="a", rank=1, num_bytes=5_000_000, seconds={}, not_synced=[]),
         ),
+        covered={"lm_head.weight": "model.embed_tokens.weight"},
         notes=("a cache was not reset",),
     )
 

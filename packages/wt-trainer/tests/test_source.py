@@ -11,7 +11,7 @@ import torch
 
 import wt_trainer
 from wt_common import ConfigurationError, shard_bounds
-from wt_trainer import ModuleSource, ParamMeta, Replicate, Shard, WeightSource, materialize_full_tensor
+from wt_trainer import ModuleSource, ParamMeta, RenamedSource, Replicate, Shard, WeightSource, materialize_full_tensor
 
 
 def meta(name="layers.0.w", shape=(8, 4), **layout):
@@ -233,6 +233,76 @@ def test_plain_tensor_is_its_own_full_tensor():
     """A tensor that is not distributed is returned as it is, not copied."""
     tensor = torch.ones(3)
     assert materialize_full_tensor(tensor) is tensor
+
+
+# --- RenamedSource ---------------------------------------------------------------------------------------------
+
+
+class Fused(torch.nn.Module):
+    """Two experts in one parameter, a tied head, and a name with a wrapper's prefix in front."""
+
+    def __init__(self):
+        super().__init__()
+        self._orig_mod = torch.nn.Module()
+        self._orig_mod.embed = torch.nn.Linear(2, 3, bias=False)
+        self._orig_mod.head = torch.nn.Module()
+        self._orig_mod.head.weight = self._orig_mod.embed.weight
+        self._orig_mod.experts = torch.nn.Parameter(torch.randn(2, 4, 3))
+        self._orig_mod.scratch = torch.nn.Parameter(torch.zeros(1))
+
+
+def checkpoint_name(name, tensor):
+    name = name.removeprefix("_orig_mod.")
+    if name == "scratch":
+        return ()
+    return [(f"experts.{i}.weight", expert) for i, expert in enumerate(tensor)] if name == "experts" else name
+
+
+def test_renamed_source_declares_and_yields_the_new_names():
+    """One function gives metadata and tensors alike: renamed, taken apart, or left out."""
+    module = Fused()
+    source = RenamedSource(ModuleSource(module), checkpoint_name)
+    assert [(meta.name, meta.shape) for meta in source.metadata] == [
+        ("experts.0.weight", (4, 3)),
+        ("experts.1.weight", (4, 3)),
+        ("embed.weight", (3, 2)),
+    ]
+    yielded = dict(source)
+    assert list(yielded) == source.owned_names(0) == [meta.name for meta in source.metadata]
+    assert torch.equal(yielded["experts.1.weight"], module._orig_mod.experts[1])
+    assert yielded["embed.weight"].data_ptr() == module._orig_mod.embed.weight.data_ptr()
+
+
+def test_tied_names_are_covered_by_the_first():
+    """What is not sent, since another name has the same tensor, is known with that name, also under new names."""
+    source = ModuleSource(Fused())
+    assert source.covered_names == {"_orig_mod.head.weight": "_orig_mod.embed.weight"}
+    assert RenamedSource(source, checkpoint_name).covered_names == {"head.weight": "embed.weight"}
+    assert ModuleSource(torch.nn.Linear(1, 1)).covered_names == {}
+
+
+def test_renamed_shards_are_those_of_the_source():
+    """A renamed parameter keeps its layout; one that is taken apart has no shards, and the error names it."""
+
+    class Sharded(WeightSource):
+        @cached_property
+        def metadata(self):
+            return [ParamMeta("a", torch.float32, (4, 2), owners=(0, 1), placements=(Shard(0),))]
+
+        def iter_local(self):
+            yield "a", torch.zeros(2, 2)
+
+    renamed = RenamedSource(Sharded(), lambda name, tensor: f"x.{name}")
+    assert (renamed.metadata[0].name, renamed.metadata[0].placements) == ("x.a", (Shard(0),))
+    assert [(name, tensor.shape) for name, tensor in renamed.iter_local()] == [("x.a", (2, 2))]
+    assert (renamed.implements_iter_full(), renamed.implements_iter_local()) == (False, True)
+    cut = RenamedSource(Sharded(), lambda name, tensor: [("left", tensor[:, :1]), ("right", tensor[:, 1:])])
+    assert [(meta.name, meta.shape, meta.owners, meta.placements) for meta in cut.metadata] == [
+        ("left", (4, 1), (0, 1), None),
+        ("right", (4, 1), (0, 1), None),
+    ]
+    with pytest.raises(ConfigurationError, match="'a' is taken apart"):
+        list(cut.iter_local())
 
 
 # --- ModuleSource on DTensors: two real ranks over gloo --------------------------------------------------------

@@ -12,6 +12,7 @@ from wt_trainer.report import TransferReport, WorkerReport
 from wt_trainer.source import (
     ModuleSource,
     ParamMeta,
+    RenamedSource,
     Replicate,
     Shard,
     WeightSource,
@@ -25,6 +26,7 @@ __all__ = [
     "Outcome",
     "ParamMeta",
     "RayVLLMWeightSyncClient",
+    "RenamedSource",
     "Replicate",
     "Shard",
     "TrainerInitInfo",

@@ -39,6 +39,7 @@ class TransferReport:
         num_bytes: bytes sent once on the wire by the data senders together (each worker receives as many).
         seconds: wall seconds per phase on the sender (`pause`, `start`, `update`, `finish`, `resume`), and `total`.
         workers: one entry per worker rank.
+        covered: the model's names that were not sent since another name has the same tensor (tied), each with that name.
         notes: what the user should know about a round that committed all the same (a label or cache that could not be reset).
     """
 
@@ -51,6 +52,7 @@ class TransferReport:
     num_bytes: int
     seconds: dict[str, float]
     workers: tuple[WorkerReport, ...]
+    covered: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
     @property

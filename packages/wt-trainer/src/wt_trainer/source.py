@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import getattr_static
 from math import prod
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["ModuleSource", "ParamMeta", "Placement", "Replicate", "Shard", "WeightSource", "materialize_full_tensor"]
+__all__ = [
+    "ModuleSource",
+    "ParamMeta",
+    "Placement",
+    "RenamedSource",
+    "Replicate",
+    "Shard",
+    "WeightSource",
+    "materialize_full_tensor",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,11 @@ class WeightSource(ABC):
     def metadata(self) -> Sequence[ParamMeta]:
         """Every parameter of the model, in the order of sending, the same on every trainer rank."""
 
+    @property
+    def covered_names(self) -> Mapping[str, str]:
+        """Names of the model that are not sent since another name has the same tensor: each with that name. For the report."""
+        return {}
+
     def owned_names(self, rank: int) -> list[str]:
         """The names that trainer rank `rank` yields, in metadata order."""
         return [meta.name for meta in self.metadata if meta.owners is None or rank in meta.owners]
@@ -199,6 +213,13 @@ class ModuleSource(WeightSource):
         """Names, dtypes and global shapes; no gather."""
         return [self._describe(name, param) for name, param in self._module.named_parameters()]
 
+    @property
+    def covered_names(self) -> Mapping[str, str]:
+        """The further names of tied parameters, each with the first."""
+        first: dict[int, str] = {}
+        everything = self._module.named_parameters(remove_duplicate=False)
+        return {name: first[id(param)] for name, param in everything if first.setdefault(id(param), name) != name}
+
     def owned_names(self, rank: int) -> list[str]:
         """The names that trainer rank `rank` yields.
 
@@ -249,6 +270,89 @@ class ModuleSource(WeightSource):
             mesh_shape=tuple(mesh.shape),
             placements=None if placements is None else (Replicate(),) * outer + placements,
         )
+
+
+class RenamedSource(WeightSource):
+    """Another source's parameters under other names, or cut into several: where a module's names are not the checkpoint's.
+
+    Such are prefixes of wrappers (`_orig_mod.` of torch.compile, `module.` of DDP), and what transformers 5 keeps fused and a
+    checkpoint has apart (`experts.gate_up_proj`).
+
+    Args:
+        source: where the parameters come from.
+        fn: `fn(name, tensor)` is the parameter's new name, or the (name, tensor) pairs into which it is taken apart; none
+            leaves it out. It is called with the tensor to send, and for the metadata with one on the meta device: views and slices work
+            on both. On what is cut, owners keep the whole, so only `iter_full` can yield it.
+    """
+
+    def __init__(
+        self, source: WeightSource, fn: Callable[[str, torch.Tensor], str | Iterable[tuple[str, torch.Tensor]]]
+    ) -> None:
+        self._source = source
+        self._fn = fn
+
+    @cached_property
+    def metadata(self) -> Sequence[ParamMeta]:
+        """The new names, with the dtypes and shapes of what they stand for."""
+        result: list[ParamMeta] = []
+        for meta in self._source.metadata:
+            whole = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            for name, tensor in self._parts(meta.name, whole):
+                if tensor is whole:
+                    result.append(replace(meta, name=name))
+                else:
+                    owned = {"owners": meta.owners, "mesh_shape": meta.mesh_shape}
+                    result.append(ParamMeta(name, tensor.dtype, tuple(tensor.shape), **owned))  # type: ignore[arg-type]
+        return result
+
+    @property
+    def covered_names(self) -> Mapping[str, str]:
+        """Those of the other source, renamed."""
+        metas = {meta.name: meta for meta in self._source.metadata}
+        result: dict[str, str] = {}
+        for name, by in self._source.covered_names.items():
+            whole = torch.empty(metas[by].shape, dtype=metas[by].dtype, device="meta")
+            both = zip(self._parts(name, whole), self._parts(by, whole), strict=True)
+            result |= {covered: covering for (covered, _), (covering, _) in both}
+        return result
+
+    def owned_names(self, rank: int) -> list[str]:
+        """The names that trainer rank `rank` yields. Raises what the other source raises."""
+        self._source.owned_names(rank)
+        return super().owned_names(rank)
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what the other source yields, renamed."""
+        for name, tensor in self._source.iter_full():
+            yield from self._parts(name, tensor)
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the other source's shards, renamed.
+
+        Raises:
+            ConfigurationError: a parameter is taken apart, which its shards cannot be.
+        """
+        for name, tensor in self._source.iter_local():
+            for new_name, part in self._parts(name, tensor):
+                if part is not tensor:
+                    raise ConfigurationError(
+                        f"RenamedSource: {name!r} is taken apart ({new_name!r}, ...), so it cannot be sent as shards; use a "
+                        "backend that sends whole tensors",
+                        side="trainer",
+                    )
+                yield new_name, part
+
+    def implements_iter_full(self) -> bool:
+        """Whether the other source does."""
+        return self._source.implements_iter_full()
+
+    def implements_iter_local(self) -> bool:
+        """Whether the other source does."""
+        return self._source.implements_iter_local()
+
+    def _parts(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        parts = self._fn(name, tensor)
+        return [(parts, tensor)] if isinstance(parts, str) else parts
 
 
 def _whole_mesh(mesh: DeviceMesh) -> torch.Tensor:
