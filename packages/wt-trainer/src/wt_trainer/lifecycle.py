@@ -142,6 +142,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
     def _connect(self) -> None:
         """On the sender: the session is open, sealed, and known to all."""
         try:
+            self._prepare_metadata()
             with self._bounded_calls():
                 expected = self._expected_workers()
                 hosts = self._control.hosts() if self._control else ()
@@ -176,6 +177,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
     def _follow(self) -> None:
         """On every other rank: connected to the sender, which has connected the workers."""
         fields = self._fields
+        self._prepare_metadata()
         where = self._ranks.share(None)
         if "error" in where:
             raise error_from_wire(where["error"])
@@ -193,6 +195,11 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             outcome = self._following.outcome(round_)
         if outcome.error is not None:
             raise error_from_wire(outcome.error)
+
+    def _prepare_metadata(self) -> None:
+        """The source's metadata are known: computed on all ranks at the same point, since that may cost them a collective."""
+        if self.source is not None:
+            self._round_metadata()
 
     def _hello(self) -> Hello:
         return Hello(

@@ -281,8 +281,8 @@ class RenamedSource(WeightSource):
     Args:
         source: where the parameters come from.
         fn: `fn(name, tensor)` is the parameter's new name, or the (name, tensor) pairs into which it is taken apart; none
-            leaves it out. It is called with the tensor to send, and for the metadata with one on the meta device: views and slices work
-            on both. On what is cut, owners keep the whole, so only `iter_full` can yield it.
+            leaves it out. It is called with the tensor to send, and for the metadata with one on the meta device: views and
+            slices work on both. What is taken apart has no shards, so only `iter_full` can yield it.
     """
 
     def __init__(
