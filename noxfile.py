@@ -16,7 +16,7 @@ import nox
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "none"  # see _environment
-nox.options.sessions = ["lint", "types", "tests", "isolation", "integration"]
+nox.options.sessions = ["lint", "types", "tests", "isolation", "integration", "examples"]
 
 ROOT = Path(__file__).parent
 NOX_DIR = ROOT / ".nox"
@@ -39,6 +39,7 @@ SHARED = {
         f"-r requirements/types.txt {PINS}",
     ),
 }
+EXAMPLE_TESTS = ("integration_tests/test_examples.py", "integration_tests/test_docs.py")
 # PYTHONPATH is unset: it could lend an environment a package that it must do without.
 ENV = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": None}
 
@@ -182,7 +183,24 @@ def integration(session: nox.Session) -> None:
         for path in sides.values():
             _pip(session, Path(path), "install", "-q", "--no-deps", "-r", "requirements/ray.txt")
     python = sides["WT_TRAINER_PYTHON"]
-    _run(session, python, "-m", "pytest", "integration_tests", *session.posargs, **sides)
+    others = [f"--ignore={path}" for path in EXAMPLE_TESTS]
+    _run(session, python, "-m", "pytest", "integration_tests", *others, *session.posargs, **sides)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run every example and every code block of the documentation, against the embedded server."""
+    sides = _sides(session)
+    python = sides["WT_TRAINER_PYTHON"]
+    _run(session, python, "-m", "pytest", *EXAMPLE_TESTS, *session.posargs, **sides)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure: `-- NAME...`, all by default, `-- --list` names them; one JSON line per measurement."""
+    sides = {} if "--list" in session.posargs else _sides(session)
+    python = sides.get("WT_TRAINER_PYTHON", sys.executable)
+    _run(session, python, "benchmarks/run.py", *session.posargs, **sides)
 
 
 @nox.session

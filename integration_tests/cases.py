@@ -15,6 +15,7 @@ MODELS = ("llama", "llama-tied", "qwen2", "qwen3-moe")
 
 LAYOUTS = {
     "whole": 1,  # one rank with the whole model, under its checkpoint names
+    "renamed": 1,  # one rank, under the module's own names, which examples/renamed.py turns into the checkpoint's
     "fsdp2": 2,  # every layer sharded over two ranks
     "fsdp2-offload": 2,  # the same, the shards kept in host memory by FSDP
     "tp": 2,  # projections as tensor-parallel DTensors
@@ -45,7 +46,7 @@ def _cells(engine: str, *cells: tuple[str, str]) -> tuple[Case, ...]:
 
 
 DEFAULT = (
-    *_cells("inprocess", ("llama", "whole"), ("qwen3-moe", "whole")),
+    *_cells("inprocess", ("llama", "whole"), ("qwen3-moe", "whole"), ("qwen3-moe", "renamed")),
     *_cells("inprocess-tp2", ("qwen2", "fsdp2"), ("qwen2", "tp"), ("qwen2", "whole")),
     *_cells("http", ("llama-tied", "whole"), ("llama-tied", "pipeline"), ("llama-tied", "fsdp2")),
 )

@@ -25,7 +25,7 @@ from wt_trainer import (
     WeightTransferTrainerFactory,
 )
 
-PACKAGE = HERE / "custom_backend"
+PACKAGE = HERE.parent / "examples" / "custom_backend"
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100, 33, 10, 65, 66]
 NUM_TOKENS = 16
 TOLERANCE = 1e-4  # of a log-probability in float32, as in test_sync.py

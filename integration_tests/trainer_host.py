@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from wt_trainer import (
     ModuleSource,
     ParamMeta,
     RayVLLMWeightSyncClient,
+    RenamedSource,
     WeightSource,
     WeightTransferTrainerFactory,
 )
@@ -266,6 +268,16 @@ def _hf_whole(trainer: Trainer) -> WeightSource:
     return CheckpointSource(model, lie=trainer.config.get("lie", ""), lie_about=trainer.config.get("lie_about", ""))
 
 
+def _hf_renamed(trainer: Trainer) -> WeightSource:
+    """A Hugging Face model by its own names, fused experts among them, in the wrapper of torch.compile."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    from renamed import checkpoint_name
+
+    model = _build_hf(trainer, 0)
+    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict()) and None
+    return RenamedSource(ModuleSource(torch.compile(model, backend="eager")), checkpoint_name)
+
+
 def _none(trainer: Trainer) -> WeightSource | None:
     """No model."""
     return None
@@ -362,6 +374,7 @@ LAYOUTS = {
     "none": _none,
     "plain": _plain,
     "whole": _hf_whole,
+    "renamed": _hf_renamed,
     "master-fp32": _hf_whole,
     "fsdp2": _hf_fsdp2,
     "fsdp2-offload": lambda trainer: _hf_fsdp2(trainer, offload=True),
