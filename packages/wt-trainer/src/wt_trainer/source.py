@@ -61,8 +61,8 @@ class ParamMeta:
 
     Raises:
         ValueError: owners are empty, repeated or negative; mesh_shape does not multiply to their number; placements are not
-            one per axis or name a dim that the shape lacks; mesh_shape or placements without owners.
-        TypeError: an owner is not an int, or a placement is neither `Replicate` nor `Shard`.
+            one per axis or name a dim that the shape lacks; an owner is no int; mesh_shape or placements without owners.
+        TypeError: a placement is neither `Replicate` nor `Shard`.
     """
 
     name: str
@@ -98,7 +98,7 @@ class ParamMeta:
 
 def _check_owners(name: str, owners: tuple[int, ...]) -> None:
     if any(type(owner) is not int for owner in owners):
-        raise TypeError(f"parameter {name!r}: owners must be ints, got {owners!r}")
+        raise ValueError(f"parameter {name!r}: owners must be ints, got {owners!r}")
     if not owners or len(set(owners)) != len(owners) or min(owners) < 0:
         raise ValueError(f"parameter {name!r}: owners must be distinct trainer ranks, at least one, got {owners!r}")
 
