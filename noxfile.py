@@ -195,6 +195,22 @@ def examples(session: nox.Session) -> None:
     _run(session, python, "-m", "pytest", *EXAMPLE_TESTS, *session.posargs, **sides)
 
 
+def _gpu_cases() -> list[nox.param]:
+    """Returns a parameter for each GPU cell, tagged with the number of GPUs that it takes."""
+    sys.path.insert(0, str(ROOT / "integration_tests"))
+    from cases import GPU_CASES  # data; it imports nothing that a test needs
+
+    return [nox.param(case.id, id=case.id, tags=[f"gpu{case.num_gpus}"]) for case in GPU_CASES]
+
+
+@nox.session
+@nox.parametrize("case", _gpu_cases())
+def gpu_integration(session: nox.Session, case: str) -> None:
+    """Test one cell of cases.py on GPUs; skipped where they are missing, unless WT_REQUIRE_GPUS=n says they are there."""
+    sides = _sides(session)
+    _run(session, sides["WT_TRAINER_PYTHON"], "integration_tests/gpu_runner.py", case, *session.posargs, **sides)
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure: `-- NAME...`, all by default, `-- --list` names them; one JSON line per measurement."""

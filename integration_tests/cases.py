@@ -64,3 +64,62 @@ ALL = (
         ("llama", "whole"),
     ),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPUCase:
+    """One cell of `nox -s gpu_integration`.
+
+    Attributes:
+        id: its session's name.
+        backend: the trainer's name of it.
+        model: kind of `models.py`.
+        layout: of the trainer.
+        trainer_gpus: the GPU that each trainer rank has for itself as device 0; None is a rank on the CPU.
+        worker_gpus: those of the engine, one for each tensor-parallel rank.
+        trainer_dtype: of the trainer's weights; the engine's are bfloat16.
+        cuda_graphs: whether the engine captures them.
+        trainer_needs: modules that the trainer's environment must have.
+        worker_needs: modules that the worker's environment must have.
+    """
+
+    id: str
+    backend: str
+    model: str
+    layout: str
+    trainer_gpus: tuple[int | None, ...]
+    worker_gpus: tuple[int, ...]
+    trainer_dtype: str = "bfloat16"
+    cuda_graphs: bool = False
+    trainer_needs: tuple[str, ...] = ("torch", "transformers")
+    worker_needs: tuple[str, ...] = ("torch", "vllm", "wt_worker")
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs it takes."""
+        return len({gpu for gpu in (*self.trainer_gpus, *self.worker_gpus) if gpu is not None})
+
+
+GPU_CASES = (
+    # gloo into a GPU engine: the trainer has none, and vLLM's loaders move what arrives.
+    GPUCase(id="gloo-tp1-plain", backend="gloo", model="llama", layout="whole", trainer_gpus=(None,), worker_gpus=(0,)),
+    GPUCase(
+        id="gloo-tp1-graphs-moe",
+        backend="gloo",
+        model="qwen3-moe",
+        layout="renamed",
+        trainer_gpus=(None,),
+        worker_gpus=(0,),
+        cuda_graphs=True,
+    ),
+    GPUCase(
+        id="gloo-tp2-fp32-pipeline",
+        backend="gloo",
+        model="llama-tied",
+        layout="pipeline",
+        trainer_gpus=(None, None),
+        worker_gpus=(0, 1),
+        trainer_dtype="float32",
+    ),
+)
+"""Cells for GPUs, one session each; a new backend adds its own."""

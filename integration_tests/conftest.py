@@ -19,6 +19,7 @@ from harness import Cast
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all` runs every cell of the matrix, `--soak` the long test."""
     parser.addoption("--soak", action="store_true", help="run two hundred rounds with random failures")
+    parser.addoption("--gpu-case", help="the cell of gpu_cells.py; set by gpu_runner.py")
     parser.addoption("--all", action="store_true", help="run every cell of the matrix, not only the default ones")
 
 

@@ -171,17 +171,25 @@ class _HostProcess(HostClient):
 class WorkerHost(_HostProcess):
     """A worker process under `worker_host.py`: `bare` (an engine around a small module) or `vllm` (a whole vLLM)."""
 
-    def __init__(self, kind: str, directory: Path, *, packages: Path | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        kind: str,
+        directory: Path,
+        *,
+        packages: Path | None = None,
+        environment: dict[str, str] | None = None,
+        **config: Any,
+    ) -> None:
         command = [worker_python(), str(HERE / "worker_host.py"), kind]
-        super().__init__(command, config, worker_environment(packages), directory)
+        super().__init__(command, config, worker_environment(packages, **(environment or {})), directory)
 
 
 class TrainerHost(_HostProcess):
     """A trainer rank in a process of its own, under `trainer_host.py`."""
 
-    def __init__(self, directory: Path, **config: Any) -> None:
+    def __init__(self, directory: Path, environment: dict[str, str] | None = None, **config: Any) -> None:
         command = [sys.executable, str(HERE / "trainer_host.py")]
-        super().__init__(command, config, {**os.environ, "OMP_NUM_THREADS": "1"}, directory)
+        super().__init__(command, config, {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, directory)
 
 
 class Cast:

@@ -11,6 +11,7 @@ The calls are the methods of the host class; see `hosting.py`.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -148,7 +149,7 @@ class VLLMHost:
         torch.use_deterministic_algorithms(True, warn_only=True)
         self.llm = LLM(
             model=config["model"],
-            enforce_eager=True,
+            enforce_eager=config.get("enforce_eager", True),
             dtype=config.get("dtype", "float32"),
             max_model_len=128,
             max_num_seqs=8,
@@ -171,7 +172,10 @@ class VLLMHost:
         self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.llm.finish_weight_update(weight_version)
+        if "weight_version" in inspect.signature(self.llm.finish_weight_update).parameters:
+            self.llm.finish_weight_update(weight_version)
+        else:
+            self.llm.finish_weight_update()  # vLLM before 0.28
 
     def weight_version(self) -> str:
         return self.llm.get_weight_version()

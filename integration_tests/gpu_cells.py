@@ -1,0 +1,84 @@
+"""What a GPU cell tests: three rounds into a real vLLM on GPUs. Run by gpu_runner.py, which has checked that all is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+from cases import GPU_CASES, LAYOUTS, GPUCase
+from harness import TrainerHost, WorkerHost, free_port, together
+
+PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100, 33, 10, 65, 66]
+TOLERANCE = (
+    0.15  # of a log-probability in bfloat16, against float32 on the CPU; a missing parameter shows by 0.25 or more
+)
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> GPUCase:
+    """The cell that `--gpu-case` names."""
+    (case,) = (case for case in GPU_CASES if case.id == request.config.getoption("--gpu-case"))
+    return case
+
+
+def test_three_rounds(case: GPUCase, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """New weights, those of the checkpoint, new ones again: after the second round vLLM computes bit for bit as at its start."""
+    num_ranks = LAYOUTS[case.layout]
+    worker = WorkerHost(
+        "vllm",
+        tmp_path,
+        environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, case.worker_gpus))},
+        model=str(checkpoint(case.model)),
+        dtype="bfloat16",
+        backend=f"wt_{case.backend}",
+        tensor_parallel_size=len(case.worker_gpus),
+        enforce_eager=not case.cuda_graphs,
+    )
+    trainers = [
+        TrainerHost(tmp_path, environment={"CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu)})
+        for gpu in case.trainer_gpus
+    ]
+    try:
+        config = {"layout": case.layout, "model": case.model, "workers": [worker.port], "num_ranks": num_ranks}
+        config |= {"group_port": free_port()} if num_ranks > 1 else {}
+        config |= {"dtype": case.trainer_dtype, "info": {"timeout_s": 60}}
+
+        def on_all(name: str, **args: object) -> list[object]:
+            results = together(*(lambda t=trainer: t.call(name, **args) for trainer in trainers))
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            return results
+
+        together(
+            *(
+                lambda r=rank, t=trainer: t.call("configure", config={**config, "rank": r})
+                for rank, trainer in enumerate(trainers)
+            )
+        )
+        on_all("init")
+        fresh = worker.call("prompt_logprobs", token_ids=PROMPT)
+        computed = {}
+        for seed in (3, 0, 4):
+            on_all("set_weights", seed=seed)
+            report = on_all("send")[0]
+            computed[seed] = worker.call("prompt_logprobs", token_ids=PROMPT)
+            expected = models.prompt_logprobs(models.build_model(case.model, seed), PROMPT)
+            difference = max(abs(a - b) for a, b in zip(computed[seed], expected, strict=True))
+            print(
+                f"seed {seed}: {report['num_bytes']} bytes in {1e3 * report['seconds']['total']:.0f} ms, off by {difference:.3f}"
+            )
+            assert report["outcome"] == "committed"
+            assert all(each["not_synced"] == [] for each in report["workers"])
+            assert difference < TOLERANCE
+        assert computed[0] == fresh
+        assert computed[3] != fresh != computed[4]
+        on_all("shutdown")
+    except BaseException:
+        for host in (worker, *trainers):
+            print(f"----- {host.log.name}\n{host.tail(60)}")
+        raise
+    finally:
+        together(worker.close, *(trainer.close for trainer in trainers))
