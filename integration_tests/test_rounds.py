@@ -167,6 +167,21 @@ def test_model_that_differs_from_the_metadata(cast: Cast, size: int, change: dic
         assert worker.call("echo", value=worker.port) == worker.port
 
 
+def test_client_that_drops_a_call(cast: Cast) -> None:
+    """A call that returns without having reached the engines fails the round soon, and names who was not reached."""
+    workers = [*cast.engine(MANY, 1, "a"), *cast.engine(MANY, 1, "b")]
+    trainer = cast.trainer(workers, parameters=MANY)
+    trainer.call("init")
+    trainer.call("drop_updates", drops=True)
+    error = raises(lambda: trainer.call("send"))
+    assert (error["type"], error["outcome"]) == ("AgreementError", "unchanged")
+    assert "worker rank 0 of engine b/0" in error["message"]
+    assert error["call_s"] < 10
+    trainer.call("drop_updates", drops=False)
+    committed(trainer.call("send"))
+    assert all(worker.call("sums") == trainer.call("sums") for worker in workers)
+
+
 def test_source_that_overwrites_what_it_yielded(cast: Cast) -> None:
     """A large tensor, which is sent from where it lies, must not change meanwhile: the round fails, and the next one repairs."""
     parameters = {"a": ("float32", [1 << 20]), "b": ("float32", [1 << 20]), "c": ("float32", [2])}

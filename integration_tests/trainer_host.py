@@ -87,6 +87,7 @@ class EachHost:
     def __init__(self, ports: list[int]) -> None:
         self.hosts = [HostClient(port) for port in ports]
         self.is_draft = False
+        self.drops = False
 
     def _all(self, name: str, *args: Any) -> None:
         results = together(*(lambda host=host: getattr(host, name)(*args) for host in self.hosts), timeout_s=600)
@@ -101,7 +102,8 @@ class EachHost:
         self._all("start_draft_weight_update" if self.is_draft else "start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        self._all("update_weights", update_info)
+        if not self.drops:
+            self._all("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._all("finish_weight_update", weight_version)
@@ -147,6 +149,10 @@ class Trainer:
     def importable(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
 
+    def drop_updates(self, *, drops: bool) -> None:
+        """The client's updates return and reach nobody, as through a proxy that answers by itself."""
+        self.engine.client.drops = drops
+
     def declare(self, parameters: dict[str, Any]) -> None:
         """The next init's source, on this rank alone, has these parameters."""
         self.source = TensorSource(make_tensors(parameters, 0), self.rank)
@@ -181,6 +187,11 @@ class Trainer:
         finally:
             self.engine.client.is_draft = False
         return checksums(source.tensors)
+
+    def send_draft_model(self, seed: int) -> dict[str, Any]:
+        """One round for the draft model, which is of the same kind as the served one; its report."""
+        with self.engine.client.draft():
+            return self.engine.send_weights(source=CheckpointSource(_build_hf(self, seed))).to_dict()
 
     def edit(self, kind: str, param: str = "") -> None:
         """What the source yields from now on differs from its metadata in the named way; `none` puts it right."""

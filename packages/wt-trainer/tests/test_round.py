@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from wt_common import Outcome, PlanError, RoundTimeoutError, StaleSessionError, TransportError
+from wt_common import AgreementError, Outcome, PlanError, RoundTimeoutError, StaleSessionError, TransportError
 from wt_common.session import Credit, Installed, Ready
 from wt_trainer.round import Round
 from wt_trainer.session import Peer
@@ -192,6 +192,28 @@ def test_collect_takes_what_came_before(round_, peers):
 def test_collect_from_nobody_is_empty(round_):
     """Without peers there is nothing to wait for."""
     assert round_.collect(Ready, []) == {}
+
+
+def test_call_that_returns_without_reaching_a_peer_is_an_agreement_error(round_, peers, monkeypatch):
+    """Where the call has returned and a post does not follow at once, the round need not wait for its deadline."""
+    monkeypatch.setattr("wt_trainer.round._POST_S", 0.1)
+    post(round_, peers[0], Ready(round=3, knows_metadata=True))
+    call = round_.run("update_weights", lambda: None)
+    with pytest.raises(
+        AgreementError, match=r"update_weights has returned, but it did not reach worker rank 1 .*host-1"
+    ):
+        round_.collect(Ready, peers, call)
+    assert round_.elapsed_s < 5
+
+
+def test_post_that_comes_a_moment_after_the_call_counts(round_, peers, in_thread):
+    """A worker's post and the call's reply take two ways: either may be first."""
+    call = round_.run("update_weights", lambda: None)
+    collecting = in_thread(lambda: round_.collect(Ready, peers, call))
+    call.join()
+    for peer in peers:
+        post(round_, peer, Ready(round=3, knows_metadata=True))
+    assert len(collecting.value()) == 2
 
 
 def test_collect_names_who_is_missing(short, peers):

@@ -52,7 +52,7 @@ from wt_trainer.metadata import RoundMetadata
 from wt_trainer.ranks import TrainerRanks
 from wt_trainer.repair import close_left_open
 from wt_trainer.report import TransferReport, WorkerReport
-from wt_trainer.round import Round
+from wt_trainer.round import Call, Round
 from wt_trainer.session import Peer, Session, local_address_towards
 from wt_trainer.source import WeightSource
 
@@ -385,15 +385,15 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             self._compare_sources(session, round_, metadata)
             info = {"session": session.id, "round": round_.number, "metadata_digest": metadata.digest}
             call = round_.run("update_weights", lambda: self.client.update_weights(info))
-            casts = self._agree_on_metadata(session, round_, workers, metadata)
+            casts = self._agree_on_metadata(session, round_, workers, metadata, call)
             num_bytes = self._transmit(session, round_, metadata, casts)
-            installed = round_.collect(Installed, workers)
+            installed = round_.collect(Installed, workers, call)
             call.join()
         with round_.timed("finish"):
             takes_version = _takes_argument(self.client.finish_weight_update)
             arguments = (version,) if takes_version and version is not None else ()
             call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
-            round_.collect(Finishing, workers)
+            round_.collect(Finishing, workers, call)
             with round_.changed:
                 round_.check()
                 round_.outcome = Outcome.COMMITTED
@@ -427,21 +427,21 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             round_.wait(lambda: False, lambda: f"{differing[0]} to say where its source differs")
 
     def _agree_on_metadata(
-        self, session: Session, round_: Round, workers: list[Peer], metadata: RoundMetadata
+        self, session: Session, round_: Round, workers: list[Peer], metadata: RoundMetadata, call: Call
     ) -> dict[str, str]:
         """Every worker is in its update call and has checked the metadata against its model.
 
         Returns:
             The dtype on the wire of each parameter that all workers hold in one dtype, other than the declared.
         """
-        ready = round_.collect(Ready, workers)
+        ready = round_.collect(Ready, workers, call)
         unknowing = [peer for peer in workers if not ready[peer.key].knows_metadata]
         if unknowing:
             with round_.changed:
                 for peer in unknowing:
                     del round_.posts[Ready][peer.key]
             session.send(unknowing, metadata.message(round_.number))
-            ready = round_.collect(Ready, workers)
+            ready = round_.collect(Ready, workers, call)
         first, *others = (post.casts for post in ready.values())
         return {name: dtype for name, dtype in first.items() if all(other.get(name) == dtype for other in others)}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from wt_common import Outcome, RoundTimeoutError, Side, TransportError, WeightTransferError
+from wt_common import AgreementError, Outcome, RoundTimeoutError, Side, TransportError, WeightTransferError
 from wt_common.session import Message
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ __all__ = ["Call", "Round"]
 
 M = TypeVar("M", bound=Message)
 
+_POST_S = 2.0  # a call that has returned may be this much ahead of its workers' posts, which take another way
 _FIRST_HAND_S = 0.2  # a call's or a collective's failure waits this long for the failed peer's words on the session
 
 
@@ -109,14 +110,39 @@ class Round:
                 raise self.failure
             self.begun = index
 
-    def collect(self, kind: type[M], peers: Iterable[Peer]) -> dict[tuple[str, str, int], M]:
-        """The `kind` post of each of `peers`, once all are there. Raises as `wait` does."""
+    def collect(
+        self, kind: type[M], peers: Iterable[Peer], within: Call | None = None
+    ) -> dict[tuple[str, str, int], M]:
+        """The `kind` post of each of `peers`, once all are there. Raises as `wait` does.
+
+        Args:
+            kind: the message.
+            peers: whose.
+            within: the call in which they post it.
+
+        Raises:
+            AgreementError: `within` has returned, and a peer has not posted: the call did not reach it.
+        """
         peers = list(peers)
         posts = self.posts.setdefault(kind, {})
-        self.wait(
-            lambda: all(peer.key in posts for peer in peers),
-            lambda: f"{kind.type!r} from " + ", ".join(str(peer) for peer in peers if peer.key not in posts),
-        )
+
+        def lacking() -> str:
+            return ", ".join(str(peer) for peer in peers if peer.key not in posts)
+
+        def missing() -> str:
+            return f"{kind.type!r} from {lacking()}"
+
+        if within is not None:
+            self.wait(lambda: within.done or not lacking(), missing)
+            with self.changed:
+                self.changed.wait_for(lambda: self.failure is not None or not lacking(), min(_POST_S, self.remaining_s))
+                if self.failure is None and lacking() and self.remaining_s > 0:
+                    raise AgreementError(
+                        f"{within.name} has returned, but it did not reach {lacking()}; the client must call every replica, and "
+                        "return when all are done",
+                        side=Side.TRAINER,
+                    )
+        self.wait(lambda: not lacking(), missing)
         return {peer.key: posts[peer.key] for peer in peers}  # type: ignore[misc]  # filed under its own type
 
     def run(self, name: str, call: Callable[[], Any], *, may_fail: bool = False) -> Call:
