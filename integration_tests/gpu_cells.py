@@ -17,33 +17,34 @@ TOLERANCE = (
 
 
 @pytest.fixture
-def case(request: pytest.FixtureRequest) -> GPUCase:
+def cell(request: pytest.FixtureRequest) -> GPUCase:
     """The cell that `--gpu-case` names."""
     (case,) = (case for case in GPU_CASES if case.id == request.config.getoption("--gpu-case"))
     return case
 
 
-def test_three_rounds(case: GPUCase, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_three_rounds(cell: GPUCase, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """New weights, those of the checkpoint, new ones again: after the second round vLLM computes bit for bit as at its start."""
-    num_ranks = LAYOUTS[case.layout]
+    num_ranks = LAYOUTS[cell.layout]
     worker = WorkerHost(
         "vllm",
         tmp_path,
-        environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, case.worker_gpus))},
-        model=str(checkpoint(case.model)),
+        environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, cell.worker_gpus))},
+        model=str(checkpoint(cell.model)),
         dtype="bfloat16",
-        backend=f"wt_{case.backend}",
-        tensor_parallel_size=len(case.worker_gpus),
-        enforce_eager=not case.cuda_graphs,
+        backend=f"wt_{cell.backend}",
+        tensor_parallel_size=len(cell.worker_gpus),
+        enforce_eager=not cell.cuda_graphs,
+        fill_memory=not cell.cuda_graphs,  # it forbids what torch.compile measures
     )
     trainers = [
         TrainerHost(tmp_path, environment={"CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu)})
-        for gpu in case.trainer_gpus
+        for gpu in cell.trainer_gpus
     ]
     try:
-        config = {"layout": case.layout, "model": case.model, "workers": [worker.port], "num_ranks": num_ranks}
+        config = {"layout": cell.layout, "model": cell.model, "workers": [worker.port], "num_ranks": num_ranks}
         config |= {"group_port": free_port()} if num_ranks > 1 else {}
-        config |= {"dtype": case.trainer_dtype, "info": {"timeout_s": 60}}
+        config |= {"dtype": cell.trainer_dtype, "info": {"timeout_s": 60}}
 
         def on_all(name: str, **args: object) -> list[object]:
             results = together(*(lambda t=trainer: t.call(name, **args) for trainer in trainers))
@@ -65,7 +66,7 @@ def test_three_rounds(case: GPUCase, checkpoint: Callable[[str], Path], tmp_path
             on_all("set_weights", seed=seed)
             report = on_all("send")[0]
             computed[seed] = worker.call("prompt_logprobs", token_ids=PROMPT)
-            expected = models.prompt_logprobs(models.build_model(case.model, seed), PROMPT)
+            expected = models.prompt_logprobs(models.build_model(cell.model, seed), PROMPT)
             difference = max(abs(a - b) for a, b in zip(computed[seed], expected, strict=True))
             print(
                 f"seed {seed}: {report['num_bytes']} bytes in {1e3 * report['seconds']['total']:.0f} ms, off by {difference:.3f}"

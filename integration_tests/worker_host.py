@@ -145,8 +145,9 @@ class VLLMHost:
         import torch
         from vllm import LLM
 
-        # Memory that nobody wrote is NaN: what was left out cannot look right by luck.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        if config.get("fill_memory", True):
+            # Memory that nobody wrote is NaN: what was left out cannot look right by luck.
+            torch.use_deterministic_algorithms(True, warn_only=True)
         self.llm = LLM(
             model=config["model"],
             enforce_eager=config.get("enforce_eager", True),
