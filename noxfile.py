@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "none"  # see _environment
@@ -219,9 +220,22 @@ def bench(session: nox.Session) -> None:
     _run(session, python, "benchmarks/run.py", *session.posargs, **sides)
 
 
+def _embedded(session: nox.Session) -> Path:
+    """Returns the python of a worker's environment without vLLM, which has the embedded server."""
+    installs = f"-r requirements/torch.txt -r requirements/serve.txt {WHEELS} {PINS}"
+    return _environment(session, "embedded", installs, packages=("common", "worker"))
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Run examples/demo, trainer and vLLM worker in processes of their own."""
-    sides = _sides(session)
+    """Run examples/demo, trainer and server in processes of their own; `-- --engine embedded` does without vLLM."""
+    if "embedded" in session.posargs and "WT_WORKER_PYTHON" not in os.environ:
+        os.environ["WT_WORKER_PYTHON"] = str(_embedded(session))
+    try:
+        sides = _sides(session)
+    except CommandFailed:
+        session.warn("vLLM's CPU build cannot be installed here: the demo runs on the embedded server")
+        os.environ["WT_WORKER_PYTHON"] = str(_embedded(session))
+        sides = _sides(session)
     python = sides["WT_TRAINER_PYTHON"]
     _run(session, python, "examples/demo/run.py", *session.posargs, **sides)

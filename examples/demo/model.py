@@ -1,9 +1,12 @@
-"""What is trained: a small Llama that reads bytes, on the docstrings of Python's standard library."""
+"""What is trained: a small Llama that reads bytes, by rewards for counting.
 
-import ast
-import sysconfig
-import time
+A prompt is three digits that count up, such as "678"; after 9 comes 0. The reward of a completion is the share of it before
+its first mistake: 1.0 for "901234". A short warm-up has shown the model digits that count in a third of their places.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -11,9 +14,22 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-CORPUS_BYTES = 512 << 10
-HELD_OUT_BYTES = 192  # the end of the corpus, never trained on
-BATCH_SIZE, CONTEXT_BYTES, LEARNING_RATE = 12, 64, 2e-3
+DIGITS = "0123456789"
+PROMPTS = [(DIGITS + DIGITS)[start : start + 3] for start in range(10)]
+NUM_TOKENS, NUM_SAMPLES = 6, 8  # of a completion; completions of each prompt, which are one group
+LEARNING_RATE = 3e-3
+WARM_UP_STEPS, WARM_UP_SHAPE = 60, (32, 16)
+WARM_UP_COUNTING = 0.3  # of the digits; of the rest one in ten does by chance
+
+
+def reward(prompt: str, text: str) -> float:
+    """The share of `text` before the first byte that does not count on from `prompt`."""
+    start = DIGITS.index(prompt[-1]) + 1
+    expected = (DIGITS + DIGITS)[start : start + NUM_TOKENS]
+    return (
+        next((place for place in range(NUM_TOKENS) if text[place : place + 1] != expected[place]), NUM_TOKENS)
+        / NUM_TOKENS
+    )
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -33,65 +49,71 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), dtype="float32", **shape, **heads, **special))
 
 
-def read_corpus() -> str:
-    """The docstrings of the top-level modules, in the order of their files, which are parsed and not imported."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    text = ""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        nodes = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented)]
-        text += "".join(f"{ast.get_docstring(node)}\n\n" for node in nodes if ast.get_docstring(node))
-        if len(text) > CORPUS_BYTES:
-            break
-    return text[:CORPUS_BYTES]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The server's completions of all prompts, those of one prompt next to each other."""
+
+    token_ids: torch.Tensor  # [completions, tokens], the prompt's and the completion's
+    logprobs: torch.Tensor  # [completions, NUM_TOKENS], by the server
+    texts: list[str]
+    rewards: torch.Tensor  # [prompts, NUM_SAMPLES]
 
 
-class Training:
-    """A model and what its training needs. The same seed gives the same steps."""
+class Policy:
+    """A model and what its training needs. The same seed gives the same model and warm-up; the completions are the server's."""
 
-    def __init__(self, *, num_steps: int, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.tokenizer = build_tokenizer()
         self.model = build_model(self.tokenizer)
-        self.losses: list[float] = []  # nats per byte, one for each step
-        self.seconds = 0.0  # in all steps
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, weight_decay=0.1)
-        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, LEARNING_RATE, num_steps, pct_start=0.1)
+        self.prompts: list[list[int]] = self.tokenizer(PROMPTS)["input_ids"]
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, weight_decay=0.0)
 
     def save(self, checkpoint: Path) -> None:
         transformers.logging.disable_progress_bar()
         self.model.save_pretrained(checkpoint)
         self.tokenizer.save_pretrained(checkpoint)
 
-    def read(self, text: str) -> None:
-        """`step` can be called."""
-        ids = self.tokenizer(text)["input_ids"]
-        self._tokens, self.held_out = torch.tensor(ids[:-HELD_OUT_BYTES]), ids[-HELD_OUT_BYTES:]
+    def warm_up(self) -> None:
+        """The model writes digits, and counts often enough to be rewarded."""
+        digits = torch.tensor(self.tokenizer(DIGITS)["input_ids"])
+        for _ in range(WARM_UP_STEPS):
+            counts = torch.rand(WARM_UP_SHAPE) < WARM_UP_COUNTING
+            steps = torch.where(counts, 1, torch.randint(len(digits), WARM_UP_SHAPE))
+            batch = digits[steps.cumsum(1) % len(digits)]
+            self._descend(self.model(input_ids=batch, labels=batch).loss)
 
-    @property
-    def loss(self) -> float:
-        """The mean of the latest ten steps."""
-        return sum(self.losses[-10:]) / len(self.losses[-10:])
+    def grade(self, choices: list[dict[str, Any]]) -> Rollouts:
+        """What the server's completions of `prompts`, NUM_SAMPLES of each, are worth."""
+        texts = [self.tokenizer.decode(choice["token_ids"]) for choice in choices]
+        prompts = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
+        rewards = [reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        prompt_ids = torch.tensor(self.prompts).repeat_interleave(NUM_SAMPLES, dim=0)
+        return Rollouts(
+            token_ids=torch.cat([prompt_ids, torch.tensor([choice["token_ids"] for choice in choices])], dim=1),
+            logprobs=torch.tensor([choice["logprobs"]["token_logprobs"] for choice in choices]),
+            texts=texts,
+            rewards=torch.tensor(rewards).view(len(PROMPTS), NUM_SAMPLES),
+        )
 
-    def step(self) -> None:
-        """One step on random pieces of the text."""
-        began = time.monotonic()
-        starts = torch.randint(len(self._tokens) - CONTEXT_BYTES, (BATCH_SIZE, 1))
-        batch = self._tokens[starts + torch.arange(CONTEXT_BYTES)]
-        loss = self.model(input_ids=batch, labels=batch).loss
+    def logprobs(self, rollouts: Rollouts) -> torch.Tensor:
+        """[completions, NUM_TOKENS], as `rollouts.logprobs`, but by this model."""
+        logprobs = self.model(input_ids=rollouts.token_ids).logits[:, :-1].log_softmax(dim=-1)
+        return logprobs.gather(2, rollouts.token_ids[:, 1:, None])[:, -NUM_TOKENS:, 0]
+
+    def learn(self, rollouts: Rollouts, logprobs: torch.Tensor) -> None:
+        """One step of GRPO: completions that beat the others of their group are likelier, the rest less likely.
+
+        One step for each set of rollouts, which are the current weights' own: the ratio is 1, and needs no clipping.
+        """
+        rewards = rollouts.rewards
+        spread = rewards.std(dim=1, keepdim=True) + 1e-4  # a group without any has nothing to teach
+        advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / spread
+        ratio = (logprobs - rollouts.logprobs).exp()
+        self._descend(-(ratio * advantages.view(-1, 1)).mean())
+
+    def _descend(self, loss: torch.Tensor) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._schedule.step()
-        self.losses.append(loss.item())
-        self.seconds += time.monotonic() - began
-
-    @torch.no_grad()
-    def judge(self, prompt: list[int], continuation: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """The log-probability of each token of `prompt` but the first, and the likeliest at `continuation`'s places.
-
-        The latter are `continuation` itself exactly if that was generated greedily from these weights.
-        """
-        logprobs = self.model(torch.tensor([prompt + continuation])).logits[0].log_softmax(dim=-1)
-        of_prompt = logprobs[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-        return of_prompt, logprobs[len(prompt) - 1 : -1].argmax(dim=-1).tolist()

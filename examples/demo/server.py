@@ -1,4 +1,4 @@
-"""The other side: a stock vLLM server with the wt-worker plugin, in an environment of its own, and who uses it."""
+"""The other side: a server in an environment of its own, vLLM's or the embedded one, and who uses it."""
 
 import json
 import os
@@ -7,15 +7,16 @@ import socket
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import requests
-import torch
 
 START_TIMEOUT_S = 180
 REQUEST_TIMEOUT_S = 60
+VISIT_TOKENS, VISIT_REST_S = 100, 1.0  # a server that never rests takes the training's time, on two cores
 ENVIRONMENT = os.environ | {
     "VLLM_SERVER_DEV_MODE": "1",  # enables the routes that change weights
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # this and one thread: the other core is the trainer's
@@ -26,27 +27,33 @@ ENVIRONMENT = os.environ | {
 }
 
 
-class VLLMServer:
-    """A vLLM server, which starts in the background at once. Leaving the `with` block ends all of its processes."""
+class Server(ABC):
+    """A server, which starts in the background at once. Leaving the `with` block ends all of its processes.
+
+    Attributes:
+        title: what to call it.
+        needs: what its environment must hold beside wt_worker.
+    """
+
+    title: ClassVar[str]
+    needs: ClassVar[set[str]]
 
     def __init__(self, python: str, checkpoint: Path, log: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [
-            *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
-            *("--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)),
-            *("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8"),
-            *("--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-            *("--weight-transfer-config", json.dumps({"backend": "wt_gloo"})),
-        ]
         self._log = log
         self._started = time.monotonic()
+        command = [python, *self._arguments(str(checkpoint)), "--host", "127.0.0.1", "--port", str(port)]
         with log.open("wb") as stream:
             # A session of its own: Ctrl-C does not reach it, and `__exit__` ends the process group as a whole.
             self._process = subprocess.Popen(
                 command, stdout=stream, stderr=stream, env=ENVIRONMENT, cwd=log.parent, start_new_session=True
             )
+
+    @abstractmethod
+    def _arguments(self, checkpoint: str) -> list[str]:
+        """What follows the interpreter in the command, without address and port."""
 
     def wait_ready(self) -> float:
         """Returns when the server answers: the seconds since its start."""
@@ -60,22 +67,14 @@ class VLLMServer:
                     return seconds
             time.sleep(0.2)
 
-    def complete(self, prompt: str | list[int], num_tokens: int, **params: Any) -> dict[str, Any]:
-        body = {"model": "demo", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **params}
+    def complete(self, prompts: list[list[int]], num_tokens: int, num_samples: int = 1) -> list[dict[str, Any]]:
+        """The choices for the first prompt, then those for the next; drawn at temperature 1, each with its log-probabilities."""
+        sampling = {"max_tokens": num_tokens, "n": num_samples, "temperature": 1.0, "ignore_eos": True}
+        body = {"model": "demo", "prompt": prompts, "return_token_ids": True, "logprobs": 0, **sampling}
         reply = requests.post(f"{self.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S)
         reply.raise_for_status()
-        return dict(reply.json()["choices"][0])
-
-    def sample(self, prompt: str, seed: int) -> str:
-        """What comes after `prompt`, with dots for what is not printable ASCII."""
-        text = self.complete(prompt, 60, temperature=0.6, seed=seed)["text"]
-        return "".join(character if " " <= character <= "~" else "." for character in text)
-
-    def judge(self, prompt: list[int], num_tokens: int) -> tuple[torch.Tensor, list[int]]:
-        """The log-probability of each token of `prompt` but the first, and the likeliest tokens after it."""
-        choice = self.complete(prompt, num_tokens, temperature=0, prompt_logprobs=0, return_token_ids=True)
-        pairs = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
-        return torch.tensor([position[str(token)]["logprob"] for token, position in pairs]), choice["token_ids"]
+        choices: list[dict[str, Any]] = reply.json()["choices"]
+        return sorted(choices, key=lambda choice: choice["index"])
 
     def __enter__(self) -> Self:
         return self
@@ -90,10 +89,35 @@ class VLLMServer:
                 os.killpg(self._process.pid, signal.SIGKILL)  # whoever of its processes is left
 
 
+class VLLMServer(Server):
+    """A stock vLLM, with the wt-worker plugin."""
+
+    title = "vLLM"
+    needs: ClassVar = {"vllm"}
+
+    def _arguments(self, checkpoint: str) -> list[str]:
+        return [
+            *("-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--served-model-name", "demo"),
+            *("--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8"),
+            *("--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
+            *("--weight-transfer-config", json.dumps({"backend": "wt_gloo"})),
+        ]
+
+
+class EmbeddedServer(Server):
+    """The one that wt-worker brings, for machines without vLLM."""
+
+    title = "wt-worker's embedded server"
+    needs: ClassVar = {"starlette", "transformers", "uvicorn"}
+
+    def _arguments(self, checkpoint: str) -> list[str]:
+        return ["-m", "wt_worker.serve", "--model", checkpoint, "--backend", "gloo"]
+
+
 class Visitor(threading.Thread):
     """Sends the server one request after the other, and knows nothing of the trainer."""
 
-    def __init__(self, server: VLLMServer, prompt: str) -> None:
+    def __init__(self, server: Server, prompt: list[int]) -> None:
         super().__init__(daemon=True)
         self.leave = threading.Event()
         self.answered: list[tuple[float, float]] = []  # from when to when
@@ -104,9 +128,11 @@ class Visitor(threading.Thread):
         while not self.leave.is_set():
             asked = time.monotonic()
             try:
-                self._server.complete(self._prompt, 200)
-            except requests.RequestException as exc:
+                [choice] = self._server.complete([self._prompt], VISIT_TOKENS)
+                if choice["finish_reason"] != "length":
+                    raise RuntimeError(f"expected {VISIT_TOKENS} tokens; ended by {choice['finish_reason']!r}")
+            except (requests.RequestException, RuntimeError) as exc:
                 self.failure = exc
                 return
             self.answered.append((asked, time.monotonic()))
-            self.leave.wait(1.0)  # on two cores, a server that never rests takes the training's time
+            self.leave.wait(VISIT_REST_S)

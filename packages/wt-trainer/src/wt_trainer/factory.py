@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from wt_common import ConfigurationError
 from wt_trainer.client.protocol import VLLMWeightSyncClient
 from wt_trainer.engine import TrainerInitInfo, TrainerWeightTransferEngine
 from wt_trainer.source import WeightSource
+
+if TYPE_CHECKING:
+    from wt_trainer.init_infos import GlooTrainerInitInfo
+    from wt_trainer.lifecycle import SessionTrainerEngine
 
 __all__ = ["WeightTransferTrainerFactory"]
 
@@ -67,6 +71,20 @@ class WeightTransferTrainerFactory:
         elif isinstance(entry, tuple):
             entry = cls._registry[name] = getattr(importlib.import_module(entry[0]), entry[1])
         return entry
+
+    if TYPE_CHECKING:
+        # What the built-in engines' send_weights takes and returns is known, not so of a user's own.
+        @overload
+        @classmethod
+        def trainer_init(
+            cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+        ) -> SessionTrainerEngine[Any]: ...
+
+        @overload
+        @classmethod
+        def trainer_init(
+            cls, init_info: TrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+        ) -> TrainerWeightTransferEngine[Any]: ...
 
     @classmethod
     def trainer_init(
