@@ -129,6 +129,32 @@ def test_pause(embedded: EmbeddedServer, mode: str) -> None:
     assert client.is_paused() == [False]
 
 
+def test_server_that_a_dead_trainer_paused_is_resumed(
+    embedded: EmbeddedServer, trainer: TrainerHost, cast: Cast
+) -> None:
+    """A trainer that dies leaves its server paused; the next one's round resumes it, but not one that a user paused."""
+    trainer.call("send")
+    trainer.call("slow", pause_s=0.2)
+    client = HTTPVLLMWeightSyncClient(embedded.base_url, timeout=30)
+
+    def kill_when_paused() -> None:
+        while client.is_paused() == [False]:
+            pass
+        trainer.kill()
+
+    together(lambda: trainer.call("send"), kill_when_paused)
+    assert client.is_paused() == [True]
+    following = cast.trainer([], base_urls=[embedded.base_url], layout="whole", model="llama-tied")
+    following.call("init")
+    following.call("send", weight_version="next")
+    assert client.is_paused() == [False]
+    assert len(embedded.greedy(PROMPT, 4)) == 4
+    with client.paused():
+        following.call("send")
+        assert client.is_paused() == [True]
+    assert client.is_paused() == [False]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(embedded: EmbeddedServer, trainer: TrainerHost, level: int) -> None:
     """Weights that sleep are not written to; awake, they are as before (level 1) or wait for a round (level 2)."""

@@ -48,6 +48,7 @@ INSTANCES: list[Message] = [
     wire.Failed(round=3, error=ERROR, stopped=True),
     wire.Finishing(round=3),
     wire.Go(round=3, epoch=2, rank=1, world_size=5, remaining_s=12.5, casts={"layers.0.bias": "bfloat16"}),
+    wire.Held(round=3, held=True),
     wire.Hello(
         role="worker",
         engine="engine-é",
@@ -60,6 +61,7 @@ INSTANCES: list[Message] = [
         versions={"torch": "2.13.0", "wt-worker": "0.1.0"},
         open=True,
         poisoned=True,
+        held=True,
     ),
     wire.Installed(round=3, num_bytes=1 << 40, seconds={"receive": 0.5, "install": 1}, not_synced=["lm_head.weight"]),
     wire.Joined(round=3, metadata_digest="ab" * 32),

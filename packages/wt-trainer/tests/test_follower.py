@@ -148,9 +148,21 @@ def test_outcome_that_does_not_come_is_a_timeout(both, monkeypatch):
     session, _ = both
     with session.running(1, 0.1) as round_:
         started = time.monotonic()
-        with pytest.raises(RoundTimeoutError, match="the sender to say how the round ended"):
+        with pytest.raises(RoundTimeoutError, match="the sender, trainer rank 0, to say how") as caught:
             session.outcome(round_)
     assert time.monotonic() - started < 5
+    assert (caught.value.rank, caught.value.outcome) == (0, "unchanged")
+
+
+def test_messages_of_several_later_rounds_are_kept(both):
+    """A sender whose rounds fail faster than this rank begins them: each round hears its own outcome."""
+    session, sender = both
+    error = error_to_wire(PlanError("no room"))
+    sender.send(*(RoundOutcome(round=number, error=error) for number in (1, 2, 3)))
+    fence(session, sender)
+    for number in (1, 2, 3):
+        with session.running(number, WAIT_S) as round_:
+            assert session.outcome(round_).round == number
 
 
 def test_abort_fails_the_round_and_is_answered_with_the_position(both):

@@ -195,7 +195,7 @@ def test_client_takes_the_documented_arguments():
         ({"base_url": "localhost:8000"}, r"base_url: expected http\(s\)://host:port, got 'localhost:8000'"),
         ({"base_url": ["http://a:1", "ftp://b"]}, "got 'ftp://b'"),
         ({"base_url": "http://"}, "got 'http://'"),
-        ({"base_url": "http://a:1", "timeout": 0}, "timeout: expected seconds above 0, got 0"),
+        ({"base_url": "http://a:1", "timeout": 0}, "timeout: expected seconds above 0, at most 1000000.0, got 0"),
         ({"base_url": "http://a:1", "pause": "later"}, "pause: expected 'abort', 'wait', 'keep' or None, got 'later'"),
     ],
     ids=str,

@@ -55,8 +55,10 @@ def test_secret_and_group_are_not_printed():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"timeout_s": 0}, "timeout_s: expected seconds above 0, got 0"),
-        ({"timeout_s": -1.5}, "timeout_s: expected seconds above 0, got -1.5"),
+        ({"timeout_s": 0}, "timeout_s: expected seconds above 0, at most 1000000.0, got 0"),
+        ({"timeout_s": -1.5}, "timeout_s: expected seconds above 0, at most 1000000.0, got -1.5"),
+        ({"timeout_s": float("inf")}, "got inf"),
+        ({"timeout_s": float("nan")}, "got nan"),
         ({"world_size": 1}, "world_size: expected 1 .the sender. plus at least one worker, got 1"),
         ({"world_size": 0}, "world_size: expected 1 .the sender. plus at least one worker, got 0"),
         ({"master_port": 0}, "master_port: expected 1 to 65535, got 0"),

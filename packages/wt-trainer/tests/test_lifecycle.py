@@ -1,10 +1,12 @@
 """The life of a built-in engine: its init, rounds and how each ends. Workers are plain sockets behind a fake client."""
 
+import gc
 import logging
 import queue
 import socket
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +35,7 @@ from wt_common.session import (
     Failed,
     Finishing,
     Go,
+    Held,
     Installed,
     Metadata,
     Ready,
@@ -42,6 +45,7 @@ from wt_trainer import ParamMeta, TrainerInitInfo, WeightSource
 from wt_trainer.client import ServingControl
 from wt_trainer.init_infos import SessionFields
 from wt_trainer.lifecycle import SessionTrainerEngine
+from wt_trainer.session import Session
 
 WAIT_S = 10
 
@@ -136,6 +140,8 @@ class ToyWorker:
     def take(self, kind):
         """The next message, which must be a `kind`; the error of an abort is raised."""
         message = self.inbox.get(timeout=WAIT_S)
+        while isinstance(message, Held):
+            message = self.inbox.get(timeout=WAIT_S)
         if message is None:
             raise PeerLostError("the trainer is gone")
         if isinstance(message, Abort):
@@ -248,15 +254,28 @@ class ServingClient(ToyClient):
     def set_weight_version(self, version):
         self.version = version
 
+    def mark(self, suffix):
+        self._begin("version")
+        if self.version is None:
+            raise TransportError("no label")
+        self.version = self.version.removesuffix(suffix) + suffix
+
+    def resume(self):
+        self.calls.append("resume all")
+
     @contextmanager
-    def paused(self, mode=None):
+    def paused(self, mode=None, *, before=None):
         self._begin("pause")
+        before()
         self.held = True
+        servers = ["a"]
         try:
-            yield
+            yield servers
         finally:
             self.held = False
-            self.calls.append("resume")
+            if servers:
+                self.calls.append("resume")
+                servers.clear()
 
     def reset_caches(self):
         self._begin("reset")
@@ -709,6 +728,80 @@ def test_servers_are_resumed_after_a_failed_round(make_client, make_engine, name
         engine.send_weights()
     assert client.calls[-1] == "resume"
     assert not client.held
+
+
+def test_workers_know_whether_their_server_is_held(make_client, make_engine, until):
+    """They hear it before the pause and after the resume, also of a round that failed; a server left paused is resumed."""
+    client = make_client(ServingClient)
+    engine = make_engine(client)
+    engine.send_weights()
+    client.before = failing("update", TransportError("500"))
+    with pytest.raises(TransportError, match="500"):
+        engine.send_weights()
+
+    def held():
+        return [message.held for message in client.workers[0].heard if isinstance(message, Held)]
+
+    until(lambda: held() == [True, False] * 2)
+
+
+@pytest.mark.parametrize("version", [5, b"v", ["v"], True])
+def test_version_must_be_text(make_client, make_engine, version):
+    """Any other label is refused before a call; the next round is not affected."""
+    client = make_client()
+    engine = make_engine(client)
+    with pytest.raises(ConfigurationError, match="weight_version: expected a str or None"):
+        engine.send_weights(weight_version=version)
+    assert client.calls == ["init"]
+    assert engine.send_weights(weight_version="").version == ""
+
+
+def test_one_round_at_a_time(make_client, make_engine, in_thread):
+    """A second thread that sends meanwhile is told so at once, and the first round goes on."""
+    client = make_client()
+    engine = make_engine(client)
+    refused = []
+
+    def second(name):
+        if name == "update":
+            with pytest.raises(ConfigurationError, match="in progress on another thread") as caught:
+                engine.send_weights()
+            refused.append(caught.value)
+
+    client.before = second
+    engine.send_weights()
+    assert len(refused) == 1
+
+
+def test_interrupt_after_the_verdict_leaves_no_worker_without_it(make_client, make_engine, monkeypatch):
+    """Between deciding that a round is committed and saying so, an interrupt must not leave the workers waiting."""
+    client = make_client()
+    engine = make_engine(client)
+    send = Session.send
+
+    def interrupted(self, peers, message):
+        if isinstance(message, Committed):
+            monkeypatch.setattr(Session, "send", send)
+            raise KeyboardInterrupt
+        send(self, peers, message)
+
+    monkeypatch.setattr(Session, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.send_weights()
+    monkeypatch.undo()
+    assert engine.send_weights().round == 2
+    assert [type(message) for message in client.workers[0].heard].count(Committed) == 2
+
+
+def test_sources_of_one_round_are_forgotten(make_client, make_engine):
+    """What is sent once is not kept: a new draft source each step would keep every model alive."""
+    engine = make_engine(make_client())
+    source = Source()
+    forgotten = weakref.ref(source)
+    engine.send_weights(source=source)
+    del source
+    gc.collect()
+    assert forgotten() is None
 
 
 def test_failed_pause_fails_the_round_before_any_call(make_client, make_engine):

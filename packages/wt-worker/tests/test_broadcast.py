@@ -95,7 +95,8 @@ def assemble(tensors, max_bytes, max_pieces=MANY_PIECES):
     metadata = metadata_of(tensors)
     sizes = [tensor.nbytes for tensor in tensors.values()]
     groups = plan_groups(sizes, max_bytes=max_bytes, max_pieces=max_pieces)
-    assembly = _Assembly(metadata, [tensor.dtype for tensor in tensors.values()], sizes)
+    installer = SimpleNamespace(place=lambda name, dtype: None)
+    assembly = _Assembly(metadata, [tensor.dtype for tensor in tensors.values()], sizes, installer)
     buffer = torch.empty(max_bytes, dtype=torch.uint8)
     complete = []
     for group in groups:

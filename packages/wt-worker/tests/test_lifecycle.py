@@ -1005,7 +1005,7 @@ def test_shutdown_in_a_round_ends_it(rank):
     rank.engine.shutdown()
     assert rank.engine.ended[0] is False
     assert rank.engine.ended[-1] is True
-    assert rank.engine._poisoned
+    assert rank.engine._poisoned_by
 
 
 def test_update_info_names_the_round(rank):

@@ -144,6 +144,25 @@ def test_bytes_can_be_copied_into_place(installer, model):
     assert installer.abort() is True
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_tied_names_must_come_with_equal_values(installer, model, in_place):
+    """Both names of a tied parameter may come if they agree; else what came last would silently win, so it is refused."""
+    values = torch.tensor([[1.0, float("nan")]] * 4)
+    installer.begin()
+    if in_place:
+        installer.place("embed.weight", torch.float32).copy_(values.reshape(-1).view(torch.uint8))
+        assert installer.place("head.weight", torch.float32) is None
+    else:
+        installer.install([("embed.weight", values)])
+    installer.install([("head.weight", values.clone())])
+    with pytest.raises(
+        PlanError, match=r"the model ties it to 'embed.weight', the trainer sends other values"
+    ) as caught:
+        installer.install([("head.weight", values + 1)])
+    assert caught.value.param == "head.weight"
+    assert model.embed.weight[0, 0] == 1
+
+
 def test_no_place_where_bytes_would_not_fit(installer, model):
     """Another dtype, or memory with gaps, goes through `install`."""
     installer.begin()

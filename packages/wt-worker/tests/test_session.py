@@ -28,6 +28,7 @@ from wt_common.session import (
     Committed,
     Enter,
     Go,
+    Held,
     Hello,
     Leave,
     Ready,
@@ -71,8 +72,8 @@ def connecting(in_thread):
     """Starts to connect to a sender; a session that comes of it is left with the test."""
     starting = []
 
-    def start(sender, state=lambda: (False, False), **fields):
-        starting.append(in_thread(lambda: WorkerSession.connect(sender.info(**fields), HELLO, state)))
+    def start(sender, state=lambda: (False, False), on_held=lambda held: None, **fields):
+        starting.append(in_thread(lambda: WorkerSession.connect(sender.info(**fields), HELLO, state, on_held)))
         return starting[-1]
 
     yield start
@@ -442,3 +443,14 @@ def test_reader_ends_whoever_gets_its_descriptor(join, until):
                 stack.enter_context(each)
         name = f"wt-session-reader {session.id}"
         until(lambda: name not in {thread.name for thread in threading.enumerate()}, "the readers' end")
+
+
+def test_sender_says_whether_it_holds_the_server(join):
+    """What the sender says of it is passed on, in a round and between rounds."""
+    heard = []
+    session, peer = join(on_held=heard.append)
+    peer.send(Held(round=1, held=True))
+    peer.send(Held(round=1, held=False))
+    fence(peer)
+    assert heard == [True, False]
+    assert session.round is None

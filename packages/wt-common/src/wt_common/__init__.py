@@ -19,6 +19,7 @@ from wt_common.errors import (
     WeightTransferError,
 )
 from wt_common.info import (
+    MAX_TIMEOUT_S,
     WeightTransferInitInfo,
     WeightTransferInitRequest,
     WeightTransferUpdateInfo,
@@ -28,6 +29,7 @@ from wt_common.schema import SCHEMA
 from wt_common.sharding import shard_bounds
 
 __all__ = [
+    "MAX_TIMEOUT_S",
     "SCHEMA",
     "AgreementError",
     "BackendUnavailableError",

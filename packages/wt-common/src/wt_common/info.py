@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
+    "MAX_TIMEOUT_S",
     "WeightTransferInitInfo",
     "WeightTransferInitRequest",
     "WeightTransferUpdateInfo",
     "WeightTransferUpdateRequest",
 ]
+
+MAX_TIMEOUT_S = 1_000_000.0
+"""Most seconds that a timeout may have, about 11 days: poll() of the system counts milliseconds in 31 bits, 24 days."""
 
 
 @dataclass

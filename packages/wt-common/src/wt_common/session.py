@@ -46,6 +46,7 @@ __all__ = [
     "Finishing",
     "FrameDecoder",
     "Go",
+    "Held",
     "Hello",
     "Installed",
     "Joined",
@@ -167,7 +168,8 @@ class Hello(Message):
     """C: who it is and which state its model is in.
 
     A worker is (`engine`, `rank` of `size`); a trainer rank has engine `""`, its trainer rank, and size 0. `open` says that
-    vLLM believes an update to be in progress on this rank; `poisoned` that an earlier round left the model half-written.
+    vLLM believes an update to be in progress on this rank; `poisoned` that an earlier round left the model half-written; `held`
+    that an earlier sender has paused the server and not said that it resumed it.
     """
 
     type = "hello"
@@ -182,6 +184,7 @@ class Hello(Message):
     versions: dict[str, str]
     open: bool = False
     poisoned: bool = False
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +203,18 @@ class Refused(Message):
 
 
 # --- 3. a round ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held(Message):
+    """L: it is about to pause the workers' servers for round `round` (`held`), or has resumed them.
+
+    A worker remembers it for the next sender: this one may die in between, and nobody else knows that the server should run.
+    """
+
+    type = "held"
+    round: int
+    held: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +443,7 @@ _MESSAGES: dict[str, type[Message]] = {
         Leave,
         Metadata,
         Position,
+        Held,
         Joined,
         Ready,
         Refused,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from wt_common import ConfigurationError
+from wt_common import MAX_TIMEOUT_S, ConfigurationError
 from wt_trainer.engine import TrainerInitInfo
 
 __all__ = ["DenseBroadcastFields", "GlooTrainerInitInfo", "SessionFields"]
@@ -42,8 +42,10 @@ class SessionFields:
     num_trainer_ranks: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s: expected seconds above 0, got {self.timeout_s}", side="trainer")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigurationError(
+                f"timeout_s: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {self.timeout_s}", side="trainer"
+            )
         if self.world_size is not None and self.world_size < 2:
             raise ConfigurationError(
                 f"world_size: expected 1 (the sender) plus at least one worker, got {self.world_size}", side="trainer"

@@ -7,11 +7,9 @@ import logging
 import math
 import os
 import socket
-import time
+import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -43,7 +41,7 @@ from wt_common.session import (
     Ready,
     RoundOutcome,
 )
-from wt_trainer.client.protocol import ServingControl, VLLMWeightSyncClient
+from wt_trainer.client.protocol import VLLMWeightSyncClient
 from wt_trainer.connection import connect
 from wt_trainer.engine import TrainerInitInfo, TrainerWeightTransferEngine
 from wt_trainer.follower import FollowerSession
@@ -53,20 +51,17 @@ from wt_trainer.ranks import TrainerRanks
 from wt_trainer.repair import close_left_open
 from wt_trainer.report import TransferReport, WorkerReport
 from wt_trainer.round import Call, Round
+from wt_trainer.serving import Serving
 from wt_trainer.session import Peer, Session, local_address_towards
 from wt_trainer.source import WeightSource
 
-__all__ = ["POISONED_SUFFIX", "SessionTrainerEngine"]
-
-POISONED_SUFFIX = "+poisoned"
-"""Behind the old version in the label of an engine whose model a failed round left half-written."""
+__all__ = ["SessionTrainerEngine"]
 
 logger = logging.getLogger(__name__)
 
 # A failed round raises within 1 s of its deadline, whoever is frozen. Of that, at most:
 _ENDED_GRACE_S = 0.8  # for workers to say how it left them (less where the deadline has passed)
 _LATE_GRACE_S = 0.3
-_LABEL_S = 0.2  # for the servers to take the label of a poisoned model
 
 TInfo = TypeVar("TInfo", bound=TrainerInitInfo)
 
@@ -102,9 +97,10 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         self._following: FollowerSession | None = None  # on every other rank
         self._round_number = 0
         self._epoch = 0
-        self._metadata: dict[WeightSource, RoundMetadata] = {}
+        self._known_metadata: list[tuple[weakref.ref[WeightSource], RoundMetadata]] = []
         self._round_source = source
-        self._warned_unpaused = False
+        self._serving = Serving(client)
+        self._in_send = threading.Lock()
         self._check_open = True  # whether a worker may have an update open: until a round has ended well
 
     # --- init ----------------------------------------------------------------------------------------------
@@ -114,7 +110,6 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         cls, init_info: TInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
         """A connected engine. Called on every trainer rank; see `WeightTransferTrainerFactory.trainer_init` for errors."""
-        cls._check_source(source)
         engine = cls(init_info, client=client, source=source)
         try:
             if engine.is_sender:
@@ -143,11 +138,16 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """On the sender: the session is open, sealed, and known to all."""
         try:
             self._prepare_metadata()
-            with self._bounded_calls():
+            with self._serving.bounded(self._timeout_s):
                 expected = self._expected_workers()
-                hosts = self._control.hosts() if self._control else ()
+                hosts = self._serving.control.hosts() if self._serving.control else ()
                 address = self._fields.master_address or local_address_towards(hosts)
-                session = Session(address, self._fields.master_port, secret=self._fields.session_secret)
+                session = Session(
+                    address,
+                    self._fields.master_port,
+                    secret=self._fields.session_secret,
+                    num_trainer_ranks=self._ranks.count,
+                )
         except BaseException as exc:
             self._ranks.share({"error": error_to_wire(exc)})
             raise
@@ -155,7 +155,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         weakref.finalize(
             self, session.close
         )  # an engine that is dropped without shutdown() leaves no socket and no thread
-        with self._bounded_calls(), session.running(0, self._timeout_s) as round_:
+        with self._serving.bounded(self._timeout_s), session.running(0, self._timeout_s) as round_:
             where = {"address": session.address, "port": session.port, "secret": session.secret, "session": session.id}
             self._ranks.share(where)
             try:
@@ -170,8 +170,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 session.notify(session.followers, RoundOutcome(round=0, error=error_to_wire(_as_ours(exc))))
                 raise
             session.send(session.followers, RoundOutcome(round=0, report={}))
-            if any(peer.hello.poisoned for peer in session.workers):
-                self._label_poisoned()  # an earlier trainer's round left a model so, and that trainer may be dead
+            self._serving.take_over(session)
         logger.debug("%s: %r, workers %s", self.backend, session, [str(peer) for peer in session.workers])
 
     def _follow(self) -> None:
@@ -197,7 +196,8 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             raise error_from_wire(outcome.error)
 
     def _prepare_metadata(self) -> None:
-        """The source's metadata are known: computed on all ranks at the same point, since that may cost them a collective."""
+        """The source fits the backend; its metadata are known, computed on all ranks here, since it may cost a collective."""
+        self._check_source(self.source)
         if self.source is not None:
             self._round_metadata()
 
@@ -227,7 +227,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         }
 
     def _expected_workers(self) -> int | None:
-        told = self._control.world_size() if self._control else None
+        told = self._serving.control.world_size() if self._serving.control else None
         given = None if self._fields.world_size is None else self._fields.world_size - 1
         if told is not None and given is not None and told != given:
             raise ConfigurationError(
@@ -236,12 +236,8 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         return told if given is None else given
 
     @property
-    def _control(self) -> ServingControl | None:
-        return self.client if isinstance(self.client, ServingControl) else None
-
-    @property
     def _timeout_s(self) -> float:
-        return min(self._fields.timeout_s, self._control.timeout if self._control else math.inf)
+        return min(self._fields.timeout_s, self._serving.control.timeout if self._serving.control else math.inf)
 
     # --- a round -------------------------------------------------------------------------------------------
 
@@ -270,24 +266,37 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 side=Side.TRAINER,
                 backend=self.backend,
             )
+        if weight_version is not None and not isinstance(weight_version, str):
+            raise ConfigurationError(
+                f"weight_version: expected a str or None, got {weight_version!r}",
+                side=Side.TRAINER,
+                backend=self.backend,
+            )
         if source is not None:
             self._check_source(source)
-        self._round_source = self.source if source is None else source
-        self._round_number += 1
-        version = weight_version
-        if is_draft:
-            version = None
-        elif version is None:
-            version = str(self._round_number)
-        report = self._lead(self._session, version) if self._session else self._take_part()
+        if not self._in_send.acquire(blocking=False):
+            raise ConfigurationError(
+                "send_weights: a round is in progress on another thread; one at a time",
+                side=Side.TRAINER,
+                backend=self.backend,
+            )
+        try:
+            self._round_source = self.source if source is None else source
+            self._round_number += 1
+            number = str(self._round_number)
+            version = None if is_draft else number if weight_version is None else weight_version
+            report = self._lead(self._session, version) if self._session else self._take_part()
+        finally:
+            self._round_source = self.source
+            self._in_send.release()
         logger.info("%s: %s", self.backend, report)
         return report
 
     def _lead(self, session: Session, version: str | None) -> TransferReport:
         """The round, on the sender."""
-        with self._bounded_calls(), session.running(self._round_number, self._timeout_s) as round_:
+        with self._serving.bounded(self._timeout_s), session.running(self._round_number, self._timeout_s) as round_:
             try:
-                with self._servers_held(round_):
+                with self._serving.held(session, round_):
                     report = self._run(session, round_, version)
             except BaseException as exc:
                 error = _as_ours(exc).fill(
@@ -299,7 +308,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                     outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
                 )
                 if round_.outcome is Outcome.POISONED:
-                    problem = self._label_poisoned()
+                    problem = self._serving.mark_poisoned(session)
                     if problem:
                         error.add_note(f"label not set: the engines publish the version from before ({problem})")
                 run_to = _last_begun(session, round_)
@@ -339,26 +348,6 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             self._run_source_to(outcome.run_to)
             raise error_from_wire(outcome.error)
         return TransferReport.from_dict(outcome.report or {})
-
-    @contextmanager
-    def _servers_held(self, round_: Round) -> Iterator[None]:
-        """Within it, no server of a client of ours generates."""
-        if self._control is None:
-            if not self._warned_unpaused:
-                logger.warning(
-                    "%r cannot be asked whether its servers generate: pause them around send_weights()", self.client
-                )
-                self._warned_unpaused = True
-            yield
-            return
-        hold = ExitStack()
-        with round_.timed("pause"):
-            hold.enter_context(self._control.paused())
-        with hold:
-            yield
-            round_.phase = "resume"
-            started = time.monotonic()
-        round_.seconds["resume"] = time.monotonic() - started
 
     def _run(self, session: Session, round_: Round, version: str | None) -> TransferReport:
         """The round between pause and resume. Whatever ends it early, the peers hear so, and `round_.outcome` is set."""
@@ -402,8 +391,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         self._check_open = False
         self._end_transfer(failed=False)
         notes = [] if takes_version else ["the client's finish_weight_update takes no version: none was published"]
-        if self._control is not None:
-            notes += self._control.reset_caches()
+        notes += self._serving.reset_caches()
         return TransferReport(
             round=round_.number,
             version=version if takes_version else None,
@@ -449,9 +437,11 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """Tell every peer that the round is over, and find out how that left the workers."""
         round_.fail(error)
         self._end_transfer(failed=True)
-        if round_.outcome is Outcome.COMMITTED:
-            return  # the verdict is final: a worker that has not read it yet must not find an abort behind it
         workers = session.workers
+        if round_.outcome is Outcome.COMMITTED:
+            # The verdict is final: a worker must not find an abort behind it. An interrupt may have come before it was sent.
+            session.notify(workers, Committed(round=round_.number))
+            return
         session.notify([*workers, *session.followers], Abort(round=round_.number, error=error_to_wire(error)))
         ended = round_.posts.setdefault(Ended, {})
         positions = round_.posts.setdefault(Position, {})
@@ -472,31 +462,18 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
         """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
         return ended.touched if isinstance(ended, Ended) else round_.num_entered > 0
 
-    def _label_poisoned(self) -> str:
-        """The servers publish `<old>+poisoned`, where they can; returns why not, empty if they do."""
-        try:
-            if self._control is None:
-                raise ConfigurationError("the client cannot set it")
-            with self._control.bounded(_LABEL_S):
-                _mark_poisoned(self._control)
-        except WeightTransferError as exc:
-            logger.error("the models are poisoned, and the label could not be set: %s", exc)  # noqa: TRY400
-            return str(exc)
-        return ""
-
     def _round_metadata(self) -> RoundMetadata:
-        """The metadata of the round's source; computed once for each source."""
+        """The metadata of the round's source; computed once for each source, and forgotten with it."""
         source = self._round_source
         if source is None:
             raise ConfigurationError(f"{type(self).__name__} sends the whole model: pass a WeightSource as source=")
-        if source not in self._metadata:
-            self._metadata[source] = RoundMetadata.of(source, self._ranks.count)
-        return self._metadata[source]
-
-    @contextmanager
-    def _bounded_calls(self) -> Iterator[None]:
-        with self._control.bounded(self._timeout_s) if self._control else nullcontext():
-            yield
+        for known, metadata in self._known_metadata:
+            if known() is source:
+                return metadata
+        metadata = RoundMetadata.of(source, self._ranks.count)
+        alive = [entry for entry in self._known_metadata if entry[0]() is not None]
+        self._known_metadata = [*alive, (weakref.ref(source), metadata)]
+        return metadata
 
     def shutdown(self) -> None:
         """Leave the session: workers see the end and go on serving; no group, socket or thread of ours is left."""
@@ -551,15 +528,6 @@ def _last_begun(session: Session, round_: Round) -> int:
     if not followers or round_.stopped or None in positions:
         return -1
     return max(round_.begun, *(position.index for position in positions if isinstance(position, Position)))
-
-
-def _mark_poisoned(control: ServingControl) -> None:
-    """The servers' label says that their weights are no trainer's."""
-    version = control.weight_version()
-    if version is None:
-        raise ConfigurationError("the servers publish no label, or different ones")
-    if not version.endswith(POISONED_SUFFIX):
-        control.set_weight_version(version + POISONED_SUFFIX)
 
 
 def _error_phase(phase: str) -> str | None:

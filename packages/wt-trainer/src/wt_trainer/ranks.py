@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from wt_common import ConfigurationError, Side
+from wt_common import ConfigurationError, PeerLostError, Side
 from wt_trainer.init_infos import SessionFields
 
 __all__ = ["TrainerRanks"]
@@ -24,6 +25,7 @@ class TrainerRanks:
 
     def __init__(self, fields: SessionFields, rank: int) -> None:
         self.rank = rank
+        self._timeout_s = fields.timeout_s
         self.group = _group_of(fields)
         if self.group is not None:
             self.count = self.group.size()
@@ -48,18 +50,38 @@ class TrainerRanks:
             )
 
     def share(self, payload: dict[str, Any] | None) -> dict[str, Any]:
-        """On every rank of the group, what rank 0 passed. A collective of the group; not bounded by us."""
+        """On every rank of the group, what rank 0 passed. A collective of the group, with `timeout_s` for each rank to come.
+
+        Raises:
+            PeerLostError: a rank did not come, or is gone.
+        """
         if self.group is None or self.count == 1:
             return payload or {}
         device = _device_of(self.group)
         data = json.dumps(payload or {}).encode()
         length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-        _broadcast(self.group, length)
+        self._broadcast(length)
         buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
         if self.rank == 0:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        _broadcast(self.group, buffer)
+        self._broadcast(buffer)
         return dict(json.loads(bytes(buffer.cpu().tolist())))
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        # On the object: a group that was made without a default group is not known to torch.distributed's functions.
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=self._timeout_s)
+        try:
+            self.group.broadcast([tensor], options).wait()
+        except RuntimeError as exc:
+            raise PeerLostError(
+                f"trainer_init: the trainer ranks did not all come within {self._timeout_s:g} s, or one is gone ({exc}); all "
+                "ranks must call it",
+                side=Side.TRAINER,
+                rank=self.rank,
+                phase="init",
+            ) from exc
 
 
 def _group_of(fields: SessionFields) -> Any:
@@ -70,13 +92,6 @@ def _group_of(fields: SessionFields) -> Any:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.group.WORLD
     return None
-
-
-def _broadcast(group: Any, tensor: torch.Tensor) -> None:
-    # On the object: a group that was made without a default group is not known to torch.distributed's functions.
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([tensor], options).wait()
 
 
 def _device_of(group: Any) -> torch.device:

@@ -159,7 +159,8 @@ class Round:
     def timeout_error(self, missing: Callable[[], str]) -> RoundTimeoutError:
         """The error that the deadline has passed; `missing()` says what was being waited for."""
         return RoundTimeoutError(
-            f"the round did not end within {self.timeout_s:g} s; still waiting for {missing()}",
+            f"{'the round' if self.number else 'trainer_init'} did not end within {self.timeout_s:g} s; still waiting for "
+            f"{missing()}",
             side=Side.TRAINER,
             round=self.number,
             elapsed_s=self.elapsed_s,

@@ -44,7 +44,10 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE_S = 2.0  # for a stranger to prove itself; a peer of ours needs one round trip
 _MAX_PENDING_HANDSHAKES = 64  # threads that strangers may occupy at once; a peer that finds them full tries again
 _ACCEPT_RETRY_S = 0.1  # for files to be closed meanwhile
-_NOTIFY_S = 0.5  # for a message to a peer that may be frozen, where the round has failed already
+_SEND_S = 5.0  # for a message to a peer that may be frozen; never past the round's deadline
+_NOTIFY_S = 0.5  # the same where the round has failed already
+MAX_RANKS = 1 << 16
+"""Ranks of one engine, or of the trainer: more than any cluster has, and few enough to be listed in an error."""
 
 
 @dataclass(eq=False)
@@ -85,12 +88,15 @@ class Session:
         address: local address to listen on; it must be the one the peers reach.
         port: port to listen on; None takes a free one.
         secret: hex key of the handshake; None makes a random one.
+        num_trainer_ranks: how many trainer ranks there are, the sender included.
 
     Raises:
         ConfigurationError: the address is not this host's, or the port is taken.
     """
 
-    def __init__(self, address: str, port: int | None = None, *, secret: str | None = None) -> None:
+    def __init__(
+        self, address: str, port: int | None = None, *, secret: str | None = None, num_trainer_ranks: int = MAX_RANKS
+    ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             self._listener = socket.create_server((address, port or 0), family=family, backlog=128)
@@ -114,6 +120,7 @@ class Session:
         self._early: list[
             tuple[Peer, Message]
         ] = []  # of a round that another trainer rank has begun and this one has not
+        self._num_trainer_ranks = num_trainer_ranks
         self._peers: dict[tuple[str, str, int], Peer] = {}
         self._sealed = False
         self._closed = False
@@ -193,8 +200,10 @@ class Session:
     def send(self, peers: Iterable[Peer], message: Message) -> None:
         """Send `message` to each of `peers`; one that cannot take it is lost, which fails the round."""
         for peer in peers:
+            round_ = self.round
+            left = _SEND_S if round_ is None else min(_SEND_S, max(round_.remaining_s, _NOTIFY_S))
             try:
-                peer.connection.send(message)
+                peer.connection.send(message, timeout_s=left)
             except WeightTransferError as exc:
                 self._on_lost(peer, exc)
 
@@ -235,6 +244,8 @@ class Session:
         with self.changed:
             self._closed = True
             peers = list(self._peers.values())
+            if self.round is not None:
+                self.round.fail(StaleSessionError("session: shut down in mid-round", side=Side.TRAINER))
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # frees the accepting thread
         self._listener.close()
@@ -320,10 +331,13 @@ class Session:
             raise AgreementError("session: the trainer has closed it")
         if peer.hello.role not in list(Side):
             raise AgreementError(f"session: expected role 'worker' or 'trainer', got {peer.hello.role!r}")
-        if self._sealed and peer.is_worker:
+        first, size = (0, peer.hello.size) if peer.is_worker else (1, self._num_trainer_ranks)
+        if not first <= peer.hello.rank < size <= MAX_RANKS:
             raise AgreementError(
-                f"session: {peer} came after the list of workers was sealed; the trainer must init again"
+                f"session: expected ranks {first} to {min(size, MAX_RANKS) - 1}, got {peer}, of {peer.hello.size}"
             )
+        if self._sealed:
+            raise AgreementError(f"session: {peer} came after the list was sealed; the trainer must init again")
         if peer.key in self._peers and self._peers[peer.key].lost is None:
             raise AgreementError(f"session: two live connections say they are {peer}")
 

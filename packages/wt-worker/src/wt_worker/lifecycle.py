@@ -100,7 +100,10 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._installer: Installer | None = None
         self._metadata: dict[int, _Known] = {}  # by the target model's id
         self._open = False
-        self._poisoned = False
+        self._poisoned_by: set[str] = set()  # digests of the metadata of rounds that left the model half-written
+        self._held = False
+        self._digest = ""  # of the metadata of the round in progress, or of the last
+        self._not_synced: tuple[str, ...] = ()  # by the last round that was installed
         self.last_outcome: Outcome | None = None  # of the round that ended last on this rank
         parallel = self.parallel_config
         self._rank = int(getattr(parallel, "rank", 0))
@@ -136,7 +139,9 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             self._leave(
                 StaleSessionError("a later init replaced this session; call trainer_init again", side=Side.WORKER)
             )
-            self._session = WorkerSession.connect(init_info, self._hello(), lambda: (self._open, self._poisoned))
+            self._session = WorkerSession.connect(
+                init_info, self._hello(), lambda: (self._open, bool(self._poisoned_by)), self._on_held
+            )
             self._init_info = init_info
 
     def start_weight_update(self) -> None:
@@ -187,7 +192,9 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 raise
             session.end_round()
             self._installer = None
-            self._open = self._poisoned = False
+            self._open = False
+            # What a failed round left is mended by a whole round, or by one of the same parameters.
+            self._poisoned_by -= {self._digest} if self._not_synced else self._poisoned_by
             self.last_outcome = Outcome.COMMITTED
 
     def shutdown(self) -> None:
@@ -207,6 +214,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
 
     def _take_part(self, session: WorkerSession, round_: Round, info: SessionUpdateInfo) -> None:
         with round_.timed("agree"):
+            self._digest = info.metadata_digest
             self._installer = installer = self._new_installer()
             metadata = self._agree_on_metadata(session, round_, info, installer)
             go = round_.receive(Go)
@@ -216,6 +224,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             num_bytes = self._receive(session, round_, go, metadata, installer)
         with round_.timed("install"):
             result = installer.finish()
+            self._not_synced = result.not_synced
             self.synchronize()
         self._end_transfer(failed=False)
         session.send(
@@ -283,7 +292,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             touched = installer.abort()
         except Exception:
             logger.exception("the model could not be restored after a failed round: restart this engine")
-        self._poisoned = self._poisoned or touched
+        if touched:
+            self._poisoned_by.add(self._digest)
         self.last_outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
         self._end_transfer(failed=True)
         return touched
@@ -332,8 +342,12 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             pid=os.getpid(),
             versions=_versions(),
             open=self._open,
-            poisoned=self._poisoned,
+            poisoned=bool(self._poisoned_by),
+            held=self._held,
         )
+
+    def _on_held(self, held: bool) -> None:
+        self._held = held
 
     @contextmanager
     def _only_last_rank_raises(self, phase: Phase) -> Iterator[None]:

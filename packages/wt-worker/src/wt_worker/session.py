@@ -10,7 +10,7 @@ from contextlib import suppress
 from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
 from wt_common.broadcast import SessionInitInfo
 from wt_common.errors import error_from_wire, error_to_wire
-from wt_common.session import Abort, AskState, Enter, Hello, Leave, Message, State, StoreSet
+from wt_common.session import Abort, AskState, Enter, Held, Hello, Leave, Message, State, StoreSet
 from wt_worker.connection import Connection, connect
 from wt_worker.round import Round
 from wt_worker.store import RendezvousStore
@@ -28,7 +28,13 @@ class WorkerSession:
     guarded by `changed`.
     """
 
-    def __init__(self, connection: Connection, info: SessionInitInfo, state: Callable[[], tuple[bool, bool]]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        info: SessionInitInfo,
+        state: Callable[[], tuple[bool, bool]],
+        on_held: Callable[[bool], None],
+    ) -> None:
         self.id = info.session
         self.changed = threading.Condition()
         self.store = RendezvousStore(self.changed, self._publish)
@@ -40,14 +46,23 @@ class WorkerSession:
         self._connection = connection
         self._timeout_s = info.timeout_s
         self._state = state
+        self._on_held = on_held
         connection.start_reader(self._on_message, self._on_lost, name=f"wt-session-reader {self.id}")
 
     def __repr__(self) -> str:
         return f"<WorkerSession {self.id}, {self._connection!r}, round {self.last_round}>"
 
     @classmethod
-    def connect(cls, info: SessionInitInfo, hello: Hello, state: Callable[[], tuple[bool, bool]]) -> WorkerSession:
-        """A session with the sender that `info` names; `state()` is (open, poisoned), asked from the reader thread.
+    def connect(
+        cls,
+        info: SessionInitInfo,
+        hello: Hello,
+        state: Callable[[], tuple[bool, bool]],
+        on_held: Callable[[bool], None],
+    ) -> WorkerSession:
+        """A session with the sender that `info` names.
+
+        On the reader thread, `state()` is asked for (open, poisoned), and `on_held` hears whether the sender holds the server.
 
         Raises:
             PeerLostError: nobody listens there, or it does not let us in within 10 s.
@@ -61,7 +76,7 @@ class WorkerSession:
             hello=hello,
             timeout_s=info.timeout_s,
         )
-        return cls(connection, info, state)
+        return cls(connection, info, state, on_held)
 
     def begin_round(self, number: int) -> Round:
         """The round in progress from now on, its deadline the session's `timeout_s` until the sender says what is left.
@@ -109,6 +124,9 @@ class WorkerSession:
     def _on_message(self, message: Message) -> None:
         if isinstance(message, StoreSet):
             self.store.receive(message, origin=self)
+            return
+        if isinstance(message, Held):
+            self._on_held(message.held)
             return
         if isinstance(message, AskState):
             is_open, is_poisoned = self._state()

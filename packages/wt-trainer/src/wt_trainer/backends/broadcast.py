@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 # Ranks in step are a parameter or two apart; those without collectives may be far, which does not matter.
 _RUN_TO_S = 0.2
+_END = object()  # of a source's iterator
 MAX_GROUP_PIECES = 4096
 """Most parameters in one group: what a worker may have to keep track of at once. Small ones fill a buffer long before."""
 
@@ -298,12 +299,14 @@ class _CheckedStream:
     def __init__(
         self, source: WeightSource, metadata: RoundMetadata, wire: RoundMetadata, rank: int, round_: Round
     ) -> None:
-        owned = set(source.owned_names(rank))
+        owned = source.owned_names(rank)
+        _check_owned(owned, metadata, rank)
         self._round = round_
         self._metadata = metadata
         self._wire = wire
-        self._expected = [index for index, name in enumerate(metadata.names) if name in owned]
-        self._items: Iterator[tuple[str, torch.Tensor]] = iter(source.iter_full())
+        places = {name: index for index, name in enumerate(metadata.names)}
+        self._expected = [places[name] for name in owned]
+        self._items: Iterator[Any] = iter(source.iter_full())
         self._position = -1
         self._tensor = self._flat = torch.empty(0, dtype=torch.uint8)
 
@@ -331,9 +334,10 @@ class _CheckedStream:
         """Check what is left: parameters that another rank sends, empty ones, and that nothing comes after the last."""
         while self._position < len(self._expected) - 1:
             self._advance()
-        extra = next(self._items, None)
-        if extra is not None:
-            raise _plan_error(extra[0], f"the source yields {extra[0]!r} after the last parameter that this rank owns")
+        extra = next(self._items, _END)
+        if extra is not _END:
+            got, _ = _checked_item(extra, self.current)
+            raise _plan_error(got, f"the source yields {got!r} after the last parameter that this rank owns")
 
     def run_to(self, index: int) -> None:
         """After a failure: take parameters up to `index`, for the sake of the other ranks' collectives, but not for long."""
@@ -353,10 +357,10 @@ class _CheckedStream:
         self._round.begin_parameter(index)
         self._position += 1
         name = self._metadata.names[index]
-        item = next(self._items, None)
-        if item is None:
+        item = next(self._items, _END)
+        if item is _END:
             raise _plan_error(name, f"the source ended before parameter {name!r}, which its metadata declares")
-        got, tensor = item
+        got, tensor = _checked_item(item, name)
         if got != name:
             raise _plan_error(name, f"expected parameter {name!r} next, as in the metadata, the source yields {got!r}")
         dtype_name, shape = self._metadata.dtype_names[index], self._metadata.shapes[index]
@@ -370,6 +374,35 @@ class _CheckedStream:
         # Cast where the tensor is, then move: half the bytes to move where float32 becomes bfloat16.
         cast = tensor.detach().to(getattr(torch, self._wire.dtype_names[index])).to("cpu")
         self._flat = cast.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _check_owned(owned: list[str], metadata: RoundMetadata, rank: int) -> None:
+    """`owned`, what this rank says that it yields, is part of the metadata, in their order, with all that it must send."""
+    places = {name: index for index, name in enumerate(metadata.names)}
+    before = -1
+    for name in owned:
+        if places.get(name, -1) <= before:
+            raise _plan_error(
+                name, f"owned_names({rank}): expected names of the metadata, each once and in their order, got {name!r}"
+            )
+        before = places[name]
+    missing = {name for name, root in zip(metadata.names, metadata.roots, strict=True) if root == rank} - set(owned)
+    if missing:
+        name = min(missing, key=places.__getitem__)
+        raise _plan_error(name, f"owned_names({rank}) leaves out {name!r}, which rank {rank} must send by the metadata")
+
+
+def _checked_item(item: Any, expected: str) -> tuple[str, torch.Tensor]:
+    """What the source yielded, which must be a name and a dense tensor that holds data."""
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+        tensor = item[1]
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
+            return item[0], tensor.resolve_neg().resolve_conj()
+    raise _plan_error(
+        expected,
+        f"the source yields {type(item).__name__} {item!r:.80} where parameter {expected!r} is next; expected (name, tensor), a "
+        "dense tensor that holds data",
+    )
 
 
 def _plan_error(name: str, message: str) -> PlanError:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from wt_common import ConfigurationError, RoundTimeoutError, TransportError, WeightTransferError
+from wt_common import MAX_TIMEOUT_S, ConfigurationError, RoundTimeoutError, TransportError, WeightTransferError
 from wt_trainer.client.connections import Connections
 from wt_trainer.client.protocol import PauseMode, UpdatePayload
 
@@ -68,8 +68,8 @@ class HTTPVLLMWeightSyncClient:
         for url in urls:
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
                 raise ConfigurationError(f"base_url: expected http(s)://host:port, got {url!r}")
-        if timeout <= 0:
-            raise ConfigurationError(f"timeout: expected seconds above 0, got {timeout}")
+        if not 0 < timeout <= MAX_TIMEOUT_S:
+            raise ConfigurationError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {timeout}")
         if pause not in ("abort", "wait", "keep", None):
             raise ConfigurationError(f"pause: expected 'abort', 'wait', 'keep' or None, got {pause!r}")
         self.base_urls = tuple(url.rstrip("/") for url in urls)
@@ -140,12 +140,27 @@ class HTTPVLLMWeightSyncClient:
 
     def weight_version(self) -> str | None:
         """The label that all servers publish; None where they differ, or one is too old to tell (before vLLM 0.28)."""
-        versions = set(self._optional_all("/weight_info", "weight_version"))
-        return versions.pop() if len(versions) == 1 else None
+        versions = self._optional_all("/weight_info", "weight_version")
+        same = all(version == versions[0] for version in versions)
+        return str(versions[0]) if same and versions[0] is not None else None
 
     def set_weight_version(self, version: str) -> None:
         """Publish `version` on every server without a round."""
         self._post_all("/update_weight_version", json={"new_version": version})
+
+    def mark(self, suffix: str) -> None:
+        """Every server's label ends in `suffix`; each is tried, whatever happens to the others.
+
+        Raises:
+            WeightTransferError: a server did not take it, or publishes no label.
+        """
+
+        def mark_one(url: str) -> None:
+            version = str(_object_of(self._request("GET", url, "/weight_info"), "weight_version")["weight_version"])
+            if not version.endswith(suffix):
+                self._request("POST", url, "/update_weight_version", json={"new_version": version + suffix})
+
+        self._each(mark_one)
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop generation on every server; see `PauseMode` for what happens to running requests."""
@@ -160,11 +175,16 @@ class HTTPVLLMWeightSyncClient:
         return self._each(self._is_paused)
 
     @contextmanager
-    def paused(self, mode: PauseMode | None = None) -> Iterator[None]:
+    def paused(self, mode: PauseMode | None = None, *, before: Callable[[], None] | None = None) -> Iterator[list[str]]:
         """Within it, no server generates; those that were running are resumed after it, whatever happened inside.
 
         Args:
             mode: as in `pause`; None is the client's own `pause` setting.
+            before: called before a server is paused, if one is.
+
+        Yields:
+            The servers that are resumed at the end; one that is taken out of the list is not. Afterwards it holds those of which
+            that is not known.
 
         Raises:
             ConfigurationError: a server is asleep; or one is running and neither `mode` nor the client's setting allows a pause.
@@ -177,28 +197,41 @@ class HTTPVLLMWeightSyncClient:
                 f"{', '.join(running)}: running, and this client was made with pause=None; pause the server first "
                 "(client.paused('keep')), or let the client do it (pause='keep')"
             )
+        pauses: list[Future[Any]] = []
         try:
-            self._post(running, "/pause", params={"mode": mode})
-            yield
+            if running and before is not None:
+                before()
+            pause = {(url, ""): partial(self._request, "POST", url, "/pause", params={"mode": mode}) for url in running}
+            self._at_once(pause, futures=pauses)
+            yield running
         except BaseException as exc:
             # Even where the pause failed: another server may have taken it. A server that does not answer must not hide
             # `exc`, nor hold it up: the resume goes on in the background.
-            problem = self._resume_in_background(running)
+            problem = self._resume_in_background(running, pauses)
             if problem:
                 logger.error("not resumed: %s", problem)  # noqa: TRY400  # it is a note of `exc`
                 exc.add_note(f"{', '.join(running)} may still be paused: {problem}")
+            else:
+                running.clear()
             raise
         self._resume(running, max(self._left_s(), _LATE_RESUME_S))
+        running.clear()
 
     def _resume(self, urls: Sequence[str], within: float) -> None:
         """Resume `urls`, also when the deadline has passed."""
         self._each(lambda url: self._request("POST", url, "/resume", within=within), urls, within=within)
 
-    def _resume_in_background(self, urls: Sequence[str]) -> str:
-        """Resume `urls`, and return why that is not known to have happened within `_LATE_RESUME_S`; empty if it has."""
+    def _resume_in_background(self, urls: Sequence[str], pauses: Sequence[Future[Any]]) -> str:
+        """Resume `urls`, and return why that is not known to have happened within `_LATE_RESUME_S`; empty if it has.
+
+        `pauses` are the calls that paused them. One that was interrupted may still be on its way: a resume waits for it.
+        """
         future: Future[None] = Future()
 
-        resume = partial(self._resume, urls, self.timeout)
+        def resume() -> None:
+            wait(pauses, timeout=self.timeout)
+            self._resume(urls, self.timeout)
+
         threading.Thread(target=_run_into, args=(future, resume), name="wt-http resume", daemon=True).start()
         try:
             future.result(timeout=_LATE_RESUME_S)
@@ -296,21 +329,29 @@ class HTTPVLLMWeightSyncClient:
         return list(self._at_once(calls, within=within).values())
 
     def _at_once(
-        self, calls: Mapping[tuple[str, str], Callable[[], T]], *, within: float | None = None
+        self,
+        calls: Mapping[tuple[str, str], Callable[[], T]],
+        *,
+        within: float | None = None,
+        futures: list[Future[Any]] | None = None,
     ) -> dict[tuple[str, str], T]:
         """The results of `calls`, whose keys begin with the server's URL and which run all at once; raises the first failure.
+
+        `futures` gets one for each call before it begins.
 
         Plain daemon threads, not an executor: an executor's threads are joined at exit, and one may hang in a dead server.
         The wait for them bounds a call: `requests` bounds each read only (not a trickled reply), and no name lookup.
         """
         deadline = time.monotonic() + (self._left_s() if within is None else within) + _READ_GRACE_S
-        futures: dict[tuple[str, str], Future[T]] = {key: Future() for key in calls}
-        for key, future in futures.items():
+        of_calls: dict[tuple[str, str], Future[T]] = {key: Future() for key in calls}
+        if futures is not None:
+            futures += of_calls.values()
+        for key, future in of_calls.items():
             name = f"wt-http {key[0]}"
             threading.Thread(target=_run_into, args=(future, calls[key]), name=name, daemon=True).start()
-        wait(futures.values(), timeout=deadline - time.monotonic())
+        wait(of_calls.values(), timeout=deadline - time.monotonic())
         results = {}
-        for key, future in futures.items():
+        for key, future in of_calls.items():
             if not future.done():
                 raise RoundTimeoutError(f"{key[0]}: no complete reply in time", side="trainer")
             results[key] = future.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -60,8 +61,19 @@ class ServingControl(Protocol):
     def set_weight_version(self, version: str) -> None:
         """Publish `version` without a round."""
 
-    def paused(self, mode: PauseMode | None = None) -> AbstractContextManager[None]:
+    def mark(self, suffix: str) -> None:
+        """Every server's label ends in `suffix`; each is tried, whatever happens to the others. Raises if one could not."""
+
+    def resume(self) -> None:
+        """Every server generates, whoever paused it."""
+
+    def paused(
+        self, mode: PauseMode | None = None, *, before: Callable[[], None] | None = None
+    ) -> AbstractContextManager[list[str]]:
         """Within it, no server generates; servers that were paused before stay paused after. Always resumes.
+
+        `before` is called before a server is paused, if one is. The context is the list of servers that will be resumed at its
+        end; what is taken out of it will not.
 
         Raises:
             ConfigurationError: a server is asleep, or it is running and the client was told not to pause.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from wt_common import ConfigurationError, RoundTimeoutError, TransportError
+from wt_common import MAX_TIMEOUT_S, ConfigurationError, RoundTimeoutError, TransportError
 from wt_trainer.client.protocol import UpdatePayload
 
 __all__ = ["RayVLLMWeightSyncClient"]
@@ -33,8 +33,8 @@ class RayVLLMWeightSyncClient:
         self.handles = list(handle) if isinstance(handle, Sequence) else [handle]
         if not self.handles:
             raise ConfigurationError("handle: expected at least one actor, got none")
-        if timeout <= 0:
-            raise ConfigurationError(f"timeout: expected seconds above 0, got {timeout}")
+        if not 0 < timeout <= MAX_TIMEOUT_S:
+            raise ConfigurationError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {timeout}")
         self.timeout = float(timeout)
         self.is_draft = False
 

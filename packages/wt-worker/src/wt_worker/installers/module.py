@@ -23,6 +23,7 @@ class ModuleInstaller:
         self.check_cover = check_cover
         self._targets = dict(model.named_parameters(remove_duplicate=False))
         self._written: set[str] = set()
+        self._filled: dict[int, str] = {}  # the name under which each parameter was written
 
     def check(self, metadata: Metadata) -> dict[str, str]:
         """Every name has a parameter of its shape, every parameter a name; returns the dtypes that differ. Raises PlanError."""
@@ -52,21 +53,36 @@ class ModuleInstaller:
     def begin(self) -> None:
         """Nothing is written yet."""
         self._written.clear()
+        self._filled.clear()
 
     def place(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """The parameter itself, where it is contiguous on the CPU and of that dtype."""
-        target = self._targets[name].detach()
-        if target.dtype != dtype or not target.is_contiguous() or target.device.type != "cpu":
+        """The parameter itself, where it is contiguous on the CPU, of that dtype, and not written under a tied name."""
+        parameter = self._targets[name]
+        target = parameter.detach()
+        is_filled = id(parameter) in self._filled
+        if is_filled or target.dtype != dtype or not target.is_contiguous() or target.device.type != "cpu":
             return None
         self._written.add(name)
+        self._filled[id(parameter)] = name
         return target.reshape(-1).view(torch.uint8)
 
     @torch.no_grad()
     def install(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """The tensors of `batch` are in the model."""
+        """The tensors of `batch` are in the model.
+
+        Raises:
+            PlanError: two names that the model ties came with different values; a checkpoint without ties does not fit it.
+        """
         for name, tensor in batch:
+            target = self._targets[name]
+            first = self._filled.setdefault(id(target), name)
             self._written.add(name)
-            self._targets[name].copy_(tensor)
+            if first == name:
+                target.copy_(tensor)
+            elif not _are_equal(target, tensor.to(target.device, target.dtype)):
+                raise _plan_error(
+                    name, f"parameter {name!r}: the model ties it to {first!r}, the trainer sends other values for it"
+                )
 
     def finish(self) -> InstallResult:
         """The model holds the round's weights."""
@@ -79,6 +95,11 @@ class ModuleInstaller:
     def _not_covered(self, names: Sequence[str] | set[str]) -> list[str]:
         covered = {id(self._targets[name]) for name in names if name in self._targets}
         return [name for name, target in self._targets.items() if id(target) not in covered]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Byte by byte, so that NaN equals itself."""
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one.detach(), other)))
 
 
 def _plan_error(name: str, message: str) -> PlanError:
