@@ -16,8 +16,8 @@ Measured = Callable[[float], None]
 TIMEOUT_S = 4.0  # of the rounds that only a deadline ends
 PROMPT_S = 2.0  # within which every other failure must have raised
 OP_TIMEOUT_S = 5.0  # of a gloo operation: what an abandoned thread may take to end
-BIG = {f"layers.{index}.weight": ("float32", [4 << 20]) for index in range(12)}
-"""200 MB: a kill in the middle of it meets a broadcast that is under way."""
+BIG = {f"layers.{index}.weight": ("float32", [4 << 20]) for index in range(24)}
+"""400 MB: a kill in the middle of it meets a broadcast that is under way."""
 
 
 def mid_round(call: Callable[[], Any], event: Callable[[], Any], after_s: float) -> tuple[dict[str, Any], float]:
@@ -122,7 +122,7 @@ def test_worker_killed_in_mid_broadcast(cast: Cast, measured: Measured) -> None:
     trainer = cast.trainer(workers, parameters=BIG)
     trainer.call("init")
     committed(trainer.call("send"))
-    error, after_s = mid_round(lambda: trainer.call("send"), workers[0].kill, 0.15)
+    error, after_s = mid_round(lambda: trainer.call("send"), workers[0].kill, 0.1)
     assert error["type"] == "PeerLostError"
     assert after_s < PROMPT_S
     measured(after_s)

@@ -345,7 +345,7 @@ def test_foreign_error_of_a_call_is_chained(round_, error):
     assert caught.value.__cause__ is error
 
 
-def test_call_that_hangs_is_named_and_never_joined(short):
+def test_call_that_hangs_is_named_and_never_joined(short, until):
     """A call that does not return costs the round's time and no more; the error names it, its thread is left alone."""
     go_on = threading.Event()
     call = short.run("finish_weight_update", lambda: go_on.wait(10))
@@ -355,11 +355,10 @@ def test_call_that_hangs_is_named_and_never_joined(short):
     assert time.monotonic() - started < 5
     assert not call.done
     go_on.set()
-    call._thread.join(10)
-    assert not call._thread.is_alive()
+    until(lambda: call.done)
 
 
-def test_error_of_an_abandoned_call_changes_nothing(short):
+def test_error_of_an_abandoned_call_changes_nothing(short, until):
     """A call that fails after its round has failed leaves the round's first failure."""
     go_on = threading.Event()
 
@@ -372,11 +371,11 @@ def test_error_of_an_abandoned_call_changes_nothing(short):
         call.join()
     short.fail(caught.value)
     go_on.set()
-    call._thread.join(10)
+    until(lambda: call.done)
     assert short.failure is caught.value
 
 
-def test_join_raises_what_unless_gives(round_):
+def test_join_raises_what_unless_gives(round_, until):
     """A join ends as soon as `unless` has an error, with that error, while the call still runs."""
     go_on, refusal = threading.Event(), []
     call = round_.run("init_weight_transfer_engine", lambda: go_on.wait(10))
@@ -391,13 +390,13 @@ def test_join_raises_what_unless_gives(round_):
         call.join(unless=lambda: refusal[0] if refusal else None)
     assert not call.done
     go_on.set()
-    call._thread.join(10)
+    until(lambda: call.done)
 
 
-def test_join_raises_what_unless_gives_even_after_the_call(round_):
+def test_join_raises_what_unless_gives_even_after_the_call(round_, until):
     """A call that went well does not hide that `unless` has an error."""
     call = round_.run("init_weight_transfer_engine", lambda: None)
-    call._thread.join(10)
+    until(lambda: call.done)
     with pytest.raises(PlanError, match="refused"):
         call.join(unless=lambda: PlanError("refused"))
 

@@ -269,7 +269,7 @@ class Root:
             self.channel(root, epoch)
         for number, group in enumerate(groups[:stop_at]):
             self.enter(metadata.round, number)
-            self.channel(group.root, epoch).broadcast(fill(buffer, group, tensors), time.monotonic() + WAIT_S)
+            self.channel(group.root, epoch).broadcast([fill(buffer, group, tensors)], time.monotonic() + WAIT_S)
         return len(groups)
 
     def close(self):

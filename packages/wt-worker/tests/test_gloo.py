@@ -64,7 +64,7 @@ def broadcast(in_thread):
 
     def run(channels, buffers):
         running = [
-            in_thread(lambda channel=channel, buffer=buffer: channel.broadcast(buffer, soon()))
+            in_thread(lambda channel=channel, buffer=buffer: channel.broadcast([buffer], soon()))
             for channel, buffer in zip(channels, buffers, strict=True)
         ]
         for each in running:
@@ -142,7 +142,7 @@ def test_wrong_buffer_is_refused(join, broadcast, buffer, got):
     """Only contiguous bytes on the CPU are taken; a refusal leaves the channel as it was."""
     channels = join()
     with pytest.raises(TransportError, match=f"expected a contiguous uint8 CPU tensor, got {got}"):
-        channels[1].broadcast(buffer, soon())
+        channels[1].broadcast([buffer], soon())
     received = torch.zeros(4, dtype=torch.uint8)
     broadcast(channels, [some_bytes(4), received])
     assert torch.equal(received, some_bytes(4))
@@ -152,7 +152,7 @@ def test_deadline_that_has_passed_is_not_entered(join):
     """After the round's deadline nobody enters, at once."""
     started = time.monotonic()
     with pytest.raises(RoundTimeoutError, match="deadline passed before the broadcast was entered"):
-        join()[1].broadcast(torch.zeros(4, dtype=torch.uint8), time.monotonic() - 1)
+        join()[1].broadcast([torch.zeros(4, dtype=torch.uint8)], time.monotonic() - 1)
     assert time.monotonic() - started < 5
 
 
@@ -161,7 +161,7 @@ def test_missing_root_costs_the_rounds_rest(join):
     _, receiver = join()
     started = time.monotonic()
     with pytest.raises(TransportError, match="a broadcast of 4 bytes failed"):
-        receiver.broadcast(torch.zeros(4, dtype=torch.uint8), started + 0.2)
+        receiver.broadcast([torch.zeros(4, dtype=torch.uint8)], started + 0.2)
     assert time.monotonic() - started < 3
 
 
@@ -171,7 +171,7 @@ def test_missing_root_costs_one_timeout(join):
     _, receiver = join()
     started = time.monotonic()
     with pytest.raises(TransportError, match="a broadcast of 4 bytes failed"):
-        receiver.broadcast(torch.zeros(4, dtype=torch.uint8), soon())
+        receiver.broadcast([torch.zeros(4, dtype=torch.uint8)], soon())
     assert 0.4 < time.monotonic() - started < 5
 
 
@@ -181,7 +181,7 @@ def test_root_that_is_gone_is_noticed(join):
     root.close()
     started = time.monotonic()
     with pytest.raises(TransportError):
-        receiver.broadcast(torch.zeros(4, dtype=torch.uint8), started + 1)
+        receiver.broadcast([torch.zeros(4, dtype=torch.uint8)], started + 1)
     assert time.monotonic() - started < 5
 
 
@@ -191,7 +191,7 @@ def test_closed_channel_is_refused(join):
     channel.close()
     channel.close()
     with pytest.raises(TransportError, match="the channel is closed"):
-        channel.broadcast(torch.zeros(4, dtype=torch.uint8), soon())
+        channel.broadcast([torch.zeros(4, dtype=torch.uint8)], soon())
 
 
 @pytest.mark.usefixtures("short_ops")
@@ -212,7 +212,7 @@ def test_closing_does_not_wait_for_a_blocked_operation(join, in_thread):
             return work
 
     receiver._group = Group(receiver._group)
-    blocked = in_thread(lambda: receiver.broadcast(torch.zeros(4, dtype=torch.uint8), soon()))
+    blocked = in_thread(lambda: receiver.broadcast([torch.zeros(4, dtype=torch.uint8)], soon()))
     assert entered.wait(WAIT_S)
     started = time.monotonic()
     receiver.close()

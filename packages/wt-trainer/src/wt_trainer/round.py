@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from wt_common import AgreementError, Outcome, RoundTimeoutError, Side, TransportError, WeightTransferError
 from wt_common.session import Message
+from wt_trainer.threads import run_in_thread
 
 if TYPE_CHECKING:
     from wt_trainer.session import Peer
@@ -178,8 +179,7 @@ class Call:
         self.done = False
         self._may_fail = may_fail
         self._round = round_
-        self._thread = threading.Thread(target=self._run, args=(call,), name=f"wt-call {name}", daemon=True)
-        self._thread.start()
+        run_in_thread(f"wt-call {name}", lambda: self._run(call))
 
     def _run(self, call: Callable[[], Any]) -> None:
         try:

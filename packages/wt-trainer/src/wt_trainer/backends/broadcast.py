@@ -13,7 +13,6 @@ Both sides compute the groups from the metadata (`wt_common.packing`).
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,6 +31,7 @@ from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
 from wt_trainer.session import Session
 from wt_trainer.source import WeightSource
+from wt_trainer.threads import run_in_thread
 
 __all__ = ["GlooTrainerWeightTransferEngine"]
 
@@ -80,7 +80,9 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         for index, peer in enumerate(workers):
             session.send([peer], replace(go, rank=1 + index))
         pipeline = _Pipeline(round_, groups, self.rank)
-        self._start_sending(round_, lambda: self._conduct(session, round_, pipeline, go))
+        self._start_sending(round_, lambda: self._conduct(session, round_, pipeline))
+        if pipeline.num_own:
+            self._start_sending(round_, lambda: self._play(session, round_, pipeline, go))
         self._feed(round_, pipeline, metadata, wire)
         pipeline.wait_sent(pipeline.num_own)
         round_.wait(lambda: round_.num_entered == len(groups), lambda: "the other senders")
@@ -95,7 +97,11 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             self._epoch = go.epoch
         wire = metadata.cast(go.casts)
         pipeline = _Pipeline(round_, self._plan(wire), self.rank)
-        self._start_sending(round_, lambda: self._play(session, round_, pipeline, go))
+
+        def announce(number: int) -> None:
+            session.send(Credit(round=round_.number, limit=number + 1))
+
+        self._start_sending(round_, lambda: self._play(session, round_, pipeline, go, announce))
         self._feed(round_, pipeline, metadata, wire)
         pipeline.wait_sent(pipeline.num_own)
 
@@ -167,31 +173,35 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
                 error.__cause__ = exc
                 round_.fail(error)
 
-        threading.Thread(target=run, name=f"wt-send round {round_.number}", daemon=True).start()
+        run_in_thread(f"wt-send round {round_.number}", run)
 
-    def _conduct(self, session: Session, round_: Round, pipeline: _Pipeline, go: Go) -> None:
-        """On the sender: let all enter each group once they can, and broadcast those that this rank is the root of."""
-        channel = self._open_channel(session, round_, go) if pipeline.num_own else None
+    def _conduct(self, session: Session, round_: Round, pipeline: _Pipeline) -> None:
+        """On the sender: let all enter each group as soon as they can, ahead of those that are under way."""
         workers, followers = session.workers, {peer.hello.rank: peer for peer in session.followers}
         for number, group in enumerate(pipeline.groups):
-            waited_for = workers if group.root == self.rank else [*workers, followers[group.root]]
-            pipeline.wait_ready(number, [peer.key for peer in waited_for])
+            peers = workers if group.root == self.rank else [*workers, followers[group.root]]
+            pipeline.wait_ready(number, [peer.key for peer in peers])
             with round_.changed:
                 round_.num_entered = number + 1
                 round_.changed.notify_all()
-            session.send(waited_for, Enter(round=round_.number, group=number))
-            if channel is not None and group.root == self.rank:
-                pipeline.send(number, channel)
+            session.send(peers, Enter(round=round_.number, group=number))
 
-    def _play(self, session: FollowerSession, round_: Round, pipeline: _Pipeline, go: Go) -> None:
-        """On another rank: broadcast the groups that this rank is the root of, each when the sender says so."""
+    def _play(
+        self,
+        session: Session | FollowerSession,
+        round_: Round,
+        pipeline: _Pipeline,
+        go: Go,
+        announce: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Broadcast the groups that this rank is the root of, each when all enter it; `announce` says which one is ready."""
         channel = self._open_channel(session, round_, go)
         for number, _ in pipeline.own:
             pipeline.wait_ready(number, [])
-            session.send(Credit(round=round_.number, limit=number + 1))
+            announce(number)
             round_.wait(
                 lambda number=number: round_.num_entered > number,  # type: ignore[misc]
-                lambda number=number: f"the sender to enter group {number}",  # type: ignore[misc]
+                lambda number=number: f"all to enter group {number}",  # type: ignore[misc]
             )
             pipeline.send(number, channel)
 
@@ -258,8 +268,7 @@ class _Pipeline:
             PlanError: the source has written into a tensor that it had yielded, before that was sent.
         """
         buffers, lent = self.ready[number]
-        for buffer in buffers:
-            channel.broadcast(buffer, self._round.deadline)
+        channel.broadcast(buffers, self._round.deadline)
         for loan in lent:
             loan.check()
         with self._round.changed:

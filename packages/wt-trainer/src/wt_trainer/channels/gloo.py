@@ -7,7 +7,7 @@ share what is on the wire, not code.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -64,20 +64,24 @@ class GlooChannel:
         self._options = BroadcastOptions()
         self._options.rootRank = 0
 
-    def broadcast(self, buffer: torch.Tensor, deadline: float) -> None:
-        """`buffer` holds on every rank what it holds on rank 0. Blocks for `OP_TIMEOUT_S` or to `deadline` at most.
+    def broadcast(self, buffers: Sequence[torch.Tensor], deadline: float) -> None:
+        """`buffers` hold on every rank what they hold on rank 0. Blocks for `OP_TIMEOUT_S` or to `deadline` at most.
 
-        Every rank must enter with the same number of bytes: gloo ends the process of a receiver that differs.
+        Every rank must enter with the same numbers of bytes: gloo ends the process of a receiver that differs. All operations are
+        begun before the first one is waited for, since each costs a wake-up on every rank.
 
         Args:
-            buffer: 1-D uint8, contiguous, on the CPU.
+            buffers: each 1-D uint8, contiguous, on the CPU; together at most 64 MiB.
             deadline: in seconds of the monotonic clock.
 
         Raises:
             RoundTimeoutError, TransportError: not everybody took part in time, or the group broke.
         """
-        if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device.type != "cpu":
-            raise TransportError(f"gloo: expected a contiguous uint8 CPU tensor, got {buffer.dtype} on {buffer.device}")
+        for buffer in buffers:
+            if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device.type != "cpu":
+                raise TransportError(
+                    f"gloo: expected a contiguous uint8 CPU tensor, got {buffer.dtype} on {buffer.device}"
+                )
         left = min(OP_TIMEOUT_S, deadline - time.monotonic())
         if left <= 0:
             raise RoundTimeoutError("gloo: the deadline passed before the broadcast was entered")
@@ -86,9 +90,12 @@ class GlooChannel:
             raise TransportError("gloo: the channel is closed")
         self._options.timeout = timedelta(seconds=left)
         try:
-            group.broadcast([buffer], self._options).wait()
+            begun = [group.broadcast([buffer], self._options) for buffer in buffers]
+            for operation in begun:
+                operation.wait()
         except RuntimeError as exc:
-            raise TransportError(f"gloo: a broadcast of {buffer.numel()} bytes failed ({exc})") from exc
+            num_bytes = sum(buffer.numel() for buffer in buffers)
+            raise TransportError(f"gloo: a broadcast of {num_bytes} bytes failed ({exc})") from exc
 
     def close(self) -> None:
         """Leave the group, at once; an op that is still blocked keeps it alive until its timeout."""

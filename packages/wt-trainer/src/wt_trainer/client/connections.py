@@ -19,8 +19,10 @@ fails, and none of ours may be repeated blindly."""
 class Connections:
     """Requests to `base_url`, from any number of threads at once.
 
-    A new connection and `requests`' look at the environment cost as much as the server's answer: within a round both are paid
-    once. Proxies, a CA bundle and netrc are taken from the environment as `requests` does, when a connection is made.
+    Each goes through a transport adapter of `requests`, which holds one connection. A new connection, and what `requests.Session`
+    does around an adapter (cookies, redirects, a look at the environment), would cost twice the server's answer; there are ten
+    requests in a round. Proxies, a CA bundle and netrc are taken from the environment once, as `requests` does. A redirect is not
+    followed: a call to change weights must not turn into a GET elsewhere.
 
     Args:
         base_url: `http(s)://host:port`, without a slash at its end.
@@ -34,43 +36,60 @@ class Connections:
     ) -> None:
         self.base_url = base_url
         self._headers = headers
-        self._verify = verify
-        self._cert = cert
+        self._given: dict[str, Any] = {"verify": verify, "cert": cert}
+        self._settings: dict[str, Any] = {}
+        self._auth: Any = None
+        self._prepared: dict[tuple[str, str], requests.PreparedRequest] = {}  # those without parameters or a body
         self._lock = threading.Lock()
-        self._idle: list[tuple[float, requests.Session]] = []  # since when, the longest first
+        self._idle: list[tuple[float, requests.adapters.HTTPAdapter]] = []  # since when, the longest first
 
     def request(self, method: str, path: str, *, timeout: float, **kwargs: Any) -> requests.Response:
-        """The complete reply. Raises what `requests` raises; the connection is not used again then."""
-        session = self._take()
+        """The complete reply. Raises what `requests` raises; the connection is not used again then.
+
+        Args:
+            method: of HTTP.
+            path: begins with a slash.
+            timeout: seconds for connecting, and for each read.
+            kwargs: `params` and `json`, as in `requests`.
+        """
+        import requests
+
+        if not self._settings:
+            self._look_around()
+        request = self._prepared.get((method, path)) if not kwargs else None
+        if request is None:
+            given = {"headers": self._headers, "auth": self._auth, **kwargs}
+            request = requests.Request(method, self.base_url + path, **given).prepare()
+            if not kwargs:
+                self._prepared[method, path] = request
+        adapter = self._take() or requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=1)
         try:
-            reply = session.request(method, self.base_url + path, timeout=timeout, **kwargs)
+            reply = adapter.send(request, timeout=timeout, **self._settings)
+            _ = reply.content  # read it all, so that the connection is free
         except BaseException:
-            session.close()
+            adapter.close()
             raise
         with self._lock:
-            self._idle.append((time.monotonic(), session))
+            self._idle.append((time.monotonic(), adapter))
         return reply
 
-    def _take(self) -> requests.Session:
-        """The session that was used last, if it is fresh, else a new one."""
+    def _look_around(self) -> None:
+        import requests
+
+        with requests.Session() as session:
+            found = session.merge_environment_settings(self.base_url, {}, None, **self._given)
+        if "Authorization" not in self._headers:
+            self._auth = requests.utils.get_netrc_auth(self.base_url)
+        self._settings = {name: found[name] for name in ("proxies", "verify", "cert")}
+
+    def _take(self) -> requests.adapters.HTTPAdapter | None:
+        """The adapter that was used last, if it is fresh."""
         oldest = time.monotonic() - _KEPT_S
         with self._lock:
             fresh = [entry for entry in self._idle if entry[0] >= oldest]
             stale = self._idle[: len(self._idle) - len(fresh)]
-            session = fresh.pop()[1] if fresh else None
+            adapter = fresh.pop()[1] if fresh else None
             self._idle = fresh
         for _, each in stale:
             each.close()
-        return session or self._new_session()
-
-    def _new_session(self) -> requests.Session:
-        import requests
-
-        session = requests.Session()
-        found = session.merge_environment_settings(self.base_url, {}, None, self._verify, self._cert)
-        session.proxies, session.verify, session.cert = found["proxies"], found["verify"], found["cert"]
-        if "Authorization" not in self._headers:
-            session.auth = requests.utils.get_netrc_auth(self.base_url)
-        session.headers.update(self._headers)
-        session.trust_env = False  # all that it would look up for each request is known now
-        return session
+        return adapter

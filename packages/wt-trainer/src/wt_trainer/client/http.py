@@ -6,7 +6,6 @@ import base64
 import logging
 import pickle
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 from wt_common import MAX_TIMEOUT_S, ConfigurationError, RoundTimeoutError, TransportError, WeightTransferError
 from wt_trainer.client.connections import Connections
 from wt_trainer.client.protocol import PauseMode, UpdatePayload
+from wt_trainer.threads import run_in_thread
 
 if TYPE_CHECKING:
     import requests
@@ -232,7 +232,7 @@ class HTTPVLLMWeightSyncClient:
             wait(pauses, timeout=self.timeout)
             self._resume(urls, self.timeout)
 
-        threading.Thread(target=_run_into, args=(future, resume), name="wt-http resume", daemon=True).start()
+        run_in_thread("wt-http resume", partial(_run_into, future, resume))
         try:
             future.result(timeout=_LATE_RESUME_S)
         except WeightTransferError as exc:
@@ -339,7 +339,6 @@ class HTTPVLLMWeightSyncClient:
 
         `futures` gets one for each call before it begins.
 
-        Plain daemon threads, not an executor: an executor's threads are joined at exit, and one may hang in a dead server.
         The wait for them bounds a call: `requests` bounds each read only (not a trickled reply), and no name lookup.
         """
         deadline = time.monotonic() + (self._left_s() if within is None else within) + _READ_GRACE_S
@@ -347,8 +346,7 @@ class HTTPVLLMWeightSyncClient:
         if futures is not None:
             futures += of_calls.values()
         for key, future in of_calls.items():
-            name = f"wt-http {key[0]}"
-            threading.Thread(target=_run_into, args=(future, calls[key]), name=name, daemon=True).start()
+            run_in_thread(f"wt-http {key[0]}", partial(_run_into, future, calls[key]))
         wait(of_calls.values(), timeout=deadline - time.monotonic())
         results = {}
         for key, future in of_calls.items():
@@ -380,7 +378,7 @@ class HTTPVLLMWeightSyncClient:
                     f"{method} {base_url}{path}: no reply within {left:.1f} s", side="trainer"
                 ) from exc
             raise TransportError(f"{method} {base_url}{path}: {exc}", side="trainer") from exc
-        if reply.ok:
+        if 200 <= reply.status_code < 300:
             return reply
         raise _HTTPStatusError(
             f"{reply.status_code} on {method} {base_url}{path}: {_explain(reply)}", reply.status_code

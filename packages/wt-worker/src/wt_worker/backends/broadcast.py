@@ -94,9 +94,10 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
                     f"the trainer to send group {number} of {len(groups)}",
                 )
                 buffer = staging[number % len(staging)][: group.num_bytes]
-                for pieces in operations(group):
-                    operation = buffer[pieces[0].offset : pieces[-1].offset + pieces[-1].num_bytes]
-                    channels[group.root].broadcast(operation, round_.deadline)
+                parts = [
+                    buffer[pieces[0].offset : pieces[-1].offset + pieces[-1].num_bytes] for pieces in operations(group)
+                ]
+                channels[group.root].broadcast(parts, round_.deadline)
                 arrived.mark(number)
         except WeightTransferError as exc:
             round_.fail_second_hand(exc.fill(side=Side.WORKER))
