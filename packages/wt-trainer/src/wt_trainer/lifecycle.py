@@ -10,6 +10,7 @@ import socket
 import threading
 import weakref
 from abc import abstractmethod
+from contextlib import suppress
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -339,7 +340,8 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
                 round_.fail(error)
                 self._end_transfer(failed=True)
                 if ours:
-                    session.send(Failed(round=round_.number, error=error_to_wire(error), stopped=stopped))
+                    with suppress(WeightTransferError):  # the sender is gone, which its outcome, below, says better
+                        session.send(Failed(round=round_.number, error=error_to_wire(error), stopped=stopped))
                 if not isinstance(exc, Exception):
                     raise
             outcome = session.outcome(round_)

@@ -1,0 +1,160 @@
+"""A source's parameters on their way out, each checked against the metadata before a byte of it is used."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from wt_common import PlanError, Side
+from wt_common.packing import Piece
+from wt_trainer.metadata import RoundMetadata
+from wt_trainer.round import Round
+from wt_trainer.source import WeightSource
+
+__all__ = ["CheckedStream", "Loan"]
+
+logger = logging.getLogger(__name__)
+
+# Ranks in step are a parameter or two apart; those without collectives may be far, which does not matter.
+_RUN_TO_S = 0.2
+_END = object()  # of a source's iterator
+
+
+class Loan:
+    """A tensor of the source's that is sent from where it lies."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self._name = name
+        self._tensor = tensor
+        # torch counts the writes to a tensor and its views; not those of a tensor made in inference mode.
+        self._version = None if tensor.is_inference() else tensor._version  # noqa: SLF001  # documented, if private
+
+    def check(self) -> None:
+        """Raise if it was written to since it was yielded."""
+        if self._version is not None and self._tensor._version != self._version:  # noqa: SLF001
+            raise _plan_error(
+                self._name,
+                f"parameter {self._name!r} was written to while it was being sent: a yielded tensor must stay as it is until "
+                "send_weights() returns; yield a clone, and do not train meanwhile",
+            )
+
+
+class CheckedStream:
+    """The parameters that this rank's source yields, each checked against `metadata` and cast to its dtype in `wire`."""
+
+    def __init__(
+        self, source: WeightSource, metadata: RoundMetadata, wire: RoundMetadata, rank: int, round_: Round
+    ) -> None:
+        owned = source.owned_names(rank)
+        _check_owned(owned, metadata, rank)
+        self._round = round_
+        self._metadata = metadata
+        self._wire = wire
+        places = {name: index for index, name in enumerate(metadata.names)}
+        self._expected = [places[name] for name in owned]
+        self._items: Iterator[Any] = iter(source.iter_full())
+        self._position = -1
+        self._tensor = self._flat = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def current(self) -> str:
+        """The name that the source yielded last, or is to yield first."""
+        return self._metadata.names[self._expected[max(self._position, 0)]]
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """The bytes of `piece`, as 1-D uint8 on the CPU; it is of the current parameter or a later one.
+
+        Raises:
+            PlanError: what the source yields differs from its metadata.
+        """
+        while self._position < 0 or self._expected[self._position] < piece.index:
+            self._advance()
+        return self._flat[piece.start : piece.start + piece.num_bytes]
+
+    def lent(self) -> list[Loan]:
+        """The current parameter, if its bytes are the source's own memory."""
+        shared = self._flat.untyped_storage().data_ptr() == self._tensor.untyped_storage().data_ptr()
+        return [Loan(self.current, self._tensor)] if shared else []
+
+    def finish(self) -> None:
+        """Check what is left: parameters that another rank sends, empty ones, and that nothing comes after the last."""
+        while self._position < len(self._expected) - 1:
+            self._advance()
+        extra = next(self._items, _END)
+        if extra is not _END:
+            got, _ = _checked_item(extra, self.current)
+            raise _plan_error(got, f"the source yields {got!r} after the last parameter that this rank owns")
+
+    def run_to(self, index: int) -> None:
+        """After a failure: take parameters up to `index`, for the sake of the other ranks' collectives, but not for long."""
+        deadline = time.monotonic() + _RUN_TO_S
+        try:
+            while self._position < len(self._expected) - 1 and self._expected[self._position + 1] <= index:
+                self._position += 1
+                next(self._items, None)
+                if time.monotonic() > deadline:
+                    logger.warning("the source was left at %r; another rank is further", self.current)
+                    return
+        except Exception:
+            logger.exception("the source failed at %r after the round had", self.current)
+
+    def _advance(self) -> None:
+        index = self._expected[self._position + 1]
+        self._round.begin_parameter(index)
+        self._position += 1
+        name = self._metadata.names[index]
+        item = next(self._items, _END)
+        if item is _END:
+            raise _plan_error(name, f"the source ended before parameter {name!r}, which its metadata declares")
+        got, tensor = _checked_item(item, name)
+        if got != name:
+            raise _plan_error(name, f"expected parameter {name!r} next, as in the metadata, the source yields {got!r}")
+        dtype_name, shape = self._metadata.dtype_names[index], self._metadata.shapes[index]
+        if str(tensor.dtype).rpartition(".")[2] != dtype_name or tuple(tensor.shape) != shape:
+            raise _plan_error(
+                name,
+                f"parameter {name!r}: the metadata declares {dtype_name} {list(shape)}, the source yields "
+                f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}; metadata hold for a source's life, so "
+                "make a new one when they change",
+            )
+        self._tensor = tensor
+        # Cast where the tensor is, then move: half the bytes to move where float32 becomes bfloat16.
+        cast = tensor.detach().to(getattr(torch, self._wire.dtype_names[index])).to("cpu")
+        self._flat = cast.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _check_owned(owned: list[str], metadata: RoundMetadata, rank: int) -> None:
+    """`owned`, what this rank says that it yields, is part of the metadata, in their order, with all that it must send."""
+    places = {name: index for index, name in enumerate(metadata.names)}
+    before = -1
+    for name in owned:
+        if places.get(name, -1) <= before:
+            raise _plan_error(
+                name, f"owned_names({rank}): expected names of the metadata, each once and in their order, got {name!r}"
+            )
+        before = places[name]
+    missing = {name for name, root in zip(metadata.names, metadata.roots, strict=True) if root == rank} - set(owned)
+    if missing:
+        name = min(missing, key=places.__getitem__)
+        raise _plan_error(name, f"owned_names({rank}) leaves out {name!r}, which rank {rank} must send by the metadata")
+
+
+def _checked_item(item: Any, expected: str) -> tuple[str, torch.Tensor]:
+    """What the source yielded, which must be a name and a dense tensor that holds data."""
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+        tensor = item[1]
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
+            return item[0], tensor.resolve_neg().resolve_conj()
+    raise _plan_error(
+        expected,
+        f"the source yields {type(item).__name__} {item!r:.80} where parameter {expected!r} is next; expected (name, tensor), a "
+        "dense tensor that holds data",
+    )
+
+
+def _plan_error(name: str, message: str) -> PlanError:
+    return PlanError(message, side=Side.TRAINER, phase="update", param=name)

@@ -1,0 +1,115 @@
+"""Taking parameters from a source: what it may yield, and what is done about the rest."""
+
+import threading
+from functools import cached_property
+
+import pytest
+import torch
+
+from wt_common import PlanError
+from wt_common.packing import Piece
+from wt_trainer import ParamMeta, WeightSource
+from wt_trainer.metadata import RoundMetadata
+from wt_trainer.round import Round
+from wt_trainer.stream import CheckedStream
+
+METAS = [
+    ParamMeta("a", torch.float32, (2,)),
+    ParamMeta("b", torch.int8, (3,), owners=(1,)),
+    ParamMeta("c", torch.float32, (2,)),
+]
+TENSORS = {"a": torch.tensor([1.0, 2.0]), "c": torch.tensor([3.0, 4.0])}
+
+
+class Source(WeightSource):
+    """`TENSORS`, or what a test puts in their place."""
+
+    def __init__(self, items=None, owned=None):
+        self.items = list(TENSORS.items()) if items is None else items
+        self.owned = owned
+
+    @cached_property
+    def metadata(self):
+        return METAS
+
+    def owned_names(self, rank):
+        return super().owned_names(rank) if self.owned is None else self.owned
+
+    def iter_full(self):
+        yield from self.items
+
+
+def stream_of(source, rank=0):
+    metadata = RoundMetadata.of(source, 2)
+    return CheckedStream(source, metadata, metadata, rank, Round(1, 10, threading.Condition()))
+
+
+def whole(index):
+    return Piece(index, 0, 8, 0)
+
+
+def test_pieces_are_the_bytes_of_the_parameters():
+    """Each piece is of its own parameter; those that another rank sends are passed over."""
+    stream = stream_of(Source())
+    assert torch.equal(stream.piece(whole(0)).view(torch.float32), TENSORS["a"])
+    assert torch.equal(stream.piece(whole(2)).view(torch.float32), TENSORS["c"])
+    stream.finish()
+
+
+@pytest.mark.parametrize(
+    ("owned", "param", "text"),
+    [
+        (["a"], "c", r"owned_names\(0\) leaves out 'c', which rank 0 must send"),
+        ([], "a", "leaves out 'a'"),
+        (["c", "a"], "a", "each once and in their order, got 'a'"),
+        (["a", "a", "c"], "a", "each once and in their order"),
+        (["a", "x", "c"], "x", "expected names of the metadata"),
+    ],
+)
+def test_owned_names_that_do_not_fit_are_refused_before_a_byte_moves(owned, param, text):
+    """A rank that would leave out what it must send, or says anything else than the metadata, sends nothing."""
+    with pytest.raises(PlanError, match=text) as caught:
+        stream_of(Source(owned=owned))
+    assert (caught.value.param, caught.value.side) == (param, "trainer")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        None,
+        "a",
+        ("a",),
+        ("a", [1.0, 2.0]),
+        (1, torch.zeros(2)),
+        ("a", torch.zeros(2, device="meta")),
+        ("a", torch.zeros(2).to_sparse()),
+    ],
+    ids=["None", "name", "short", "list", "number", "meta", "sparse"],
+)
+def test_what_is_no_tensor_is_refused_by_name(item):
+    """Anything but a name and a dense tensor that holds data is a PlanError that names the parameter that was due."""
+    stream = stream_of(Source(items=[item]))
+    with pytest.raises(PlanError, match=r"where parameter 'a' is next; expected \(name, tensor\)") as caught:
+        stream.piece(whole(0))
+    assert caught.value.param == "a"
+
+
+def test_lazy_negation_is_resolved():
+    """A tensor whose sign or conjugate torch has only noted is sent as what it is."""
+    lazy = torch._neg_view(TENSORS["a"])
+    stream = stream_of(Source(items=[("a", lazy)]))
+    assert torch.equal(stream.piece(whole(0)).view(torch.float32), -TENSORS["a"])
+
+
+def test_write_to_a_lent_tensor_is_found():
+    """A tensor that is sent from where it lies is watched; a copy need not be."""
+    tensor = TENSORS["a"].clone()
+    stream = stream_of(Source(items=[("a", tensor), ("c", torch.stack([TENSORS["c"]] * 2, -1)[:, 0])]))
+    stream.piece(whole(0))
+    (loan,) = stream.lent()
+    loan.check()
+    tensor.view(2, 1).add_(1)
+    with pytest.raises(PlanError, match="'a' was written to while it was being sent"):
+        loan.check()
+    stream.piece(whole(2))
+    assert stream.lent() == []
