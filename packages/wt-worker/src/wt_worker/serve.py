@@ -120,43 +120,40 @@ class ModelHost:
 
 def make_app(host: ModelHost) -> Starlette:
     """The routes of `host`. Errors are answered as vLLM does: `{"error": {"message", "type", "code"}}`."""
-    completions, num_workers = host.completions, {"world_size": 1}
-    return Starlette(
-        routes=[
-            _route("GET", "/health", lambda: {"status": "ok"}),
-            _route("POST", "/v1/completions", completions.complete, CapacityLimiter(MAX_REQUESTS)),
-            _route("POST", "/init_weight_transfer_engine", host.init),
-            _route("POST", "/start_weight_update", host.start),
-            _route("POST", "/update_weights", host.update),
-            _route("POST", "/finish_weight_update", host.finish),
-            _route("POST", "/shutdown_weight_transfer_engine", host.shutdown),
-            _route("POST", "/update_weight_version", host.set_version),
-            _route("GET", "/weight_info", host.weight_info),
-            _route("GET", "/weight_digest", host.weight_digest),
-            _route("GET", "/get_world_size", lambda: num_workers),
-            _route("GET", "/load", completions.load),
-            _route("POST", "/pause", completions.pause),
-            _route("POST", "/resume", completions.resume),
-            _route("GET", "/is_paused", completions.is_paused),
-            _route("POST", "/sleep", completions.sleep),
-            _route("POST", "/wake_up", completions.wake_up),
-            _route("GET", "/is_sleeping", completions.is_sleeping),
-            # There is nothing to reset: no keys and values are kept.
-            *(
-                _route("POST", f"/reset_{kind}_cache", lambda: {"success": True})
-                for kind in ("prefix", "mm", "encoder")
-            ),
-        ]
-    )
+    completions, success = host.completions, {"success": True}
+    at_once: dict[str, Callable[..., dict[str, Any]]] = {
+        "GET /health": lambda: {"status": "ok"},
+        "GET /get_world_size": lambda: {"world_size": 1},
+        "GET /weight_info": host.weight_info,
+        "POST /update_weight_version": host.set_version,
+        "GET /load": completions.load,
+        "GET /is_paused": completions.is_paused,
+        "GET /is_sleeping": completions.is_sleeping,
+        "POST /resume": completions.resume,
+        # There is nothing to reset: no keys and values are kept.
+        **{f"POST /reset_{kind}_cache": lambda: success for kind in ("prefix", "mm", "encoder")},
+    }
+    on_a_thread: dict[str, Callable[..., dict[str, Any]]] = {
+        "POST /v1/completions": completions.complete,
+        "POST /init_weight_transfer_engine": host.init,
+        "POST /start_weight_update": host.start,
+        "POST /update_weights": host.update,
+        "POST /finish_weight_update": host.finish,
+        "POST /shutdown_weight_transfer_engine": host.shutdown,
+        "GET /weight_digest": host.weight_digest,
+        "POST /pause": completions.pause,
+        "POST /sleep": completions.sleep,
+        "POST /wake_up": completions.wake_up,
+    }
+    # A limit for each route: no completion, and no stuck call, holds up another.
+    routes = [_route(key, call, CapacityLimiter(MAX_REQUESTS)) for key, call in on_a_thread.items()]
+    return Starlette(routes=[*routes, *(_route(key, call, None) for key, call in at_once.items())])
 
 
-def _route(
-    method: str, path: str, call: Callable[..., dict[str, Any]], limiter: CapacityLimiter | None = None
-) -> Route:
-    """`call`, on a thread, with the fields of the request's body, else of its query, that it takes."""
-    limiter = limiter or CapacityLimiter(8)  # of its own: no completion, and no stuck call, holds up another route
-    parameters = inspect.signature(call).parameters.values()
-    names = {each.name for each in parameters}
+def _route(key: str, call: Callable[..., dict[str, Any]], limiter: CapacityLimiter | None) -> Route:
+    """`call`, with the fields of the request's body, else of its query, that it takes; on a thread if there is a `limiter`."""
+    method, path = key.split()
+    names = set(inspect.signature(call).parameters)
 
     async def answer(request: Request) -> JSONResponse:
         try:
@@ -166,7 +163,7 @@ def _route(
             if "tags" in names and "tags" in fields:
                 fields["tags"] = request.query_params.getlist("tags")
             taken = fields if "body" in names else {name: value for name, value in fields.items() if name in names}
-            reply = await to_thread.run_sync(lambda: call(**taken), limiter=limiter)
+            reply = await to_thread.run_sync(lambda: call(**taken), limiter=limiter) if limiter else call(**taken)
             return JSONResponse(reply)
         except Exception as exc:
             status = 400 if isinstance(exc, (ValueError, TypeError)) else 500
@@ -184,9 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backend", default="gloo", help="worker backend (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 is any free one (%(default)s)")
-    parser.add_argument(
-        "--dtype", default="auto", help="of the weights, as torch calls it; auto is the checkpoint's (%(default)s)"
-    )
+    parser.add_argument("--dtype", default="auto", help="torch's name of it; auto is the checkpoint's (%(default)s)")
     parser.add_argument("--device", default="cpu", help="as torch calls it (%(default)s)")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO)
@@ -194,7 +189,8 @@ def main(argv: list[str] | None = None) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # out of the checkpoint's file, to which they are mapped
     host = ModelHost(model.requires_grad_(requires_grad=False), args.backend)
-    uvicorn.run(make_app(host), host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=1)
+    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False}
+    uvicorn.run(make_app(host), host=args.host, port=args.port, timeout_graceful_shutdown=1, **quiet)
 
 
 if __name__ == "__main__":
