@@ -27,8 +27,8 @@ BLOCKED = {
 }
 # May be installed, and must not be loaded by `import <package>` alone.
 LAZY = ("ray", "requests", "torch.distributed.tensor", "vllm")
-# These need vLLM, which is not here; the plugin is what vLLM finds, and must import without it.
-NEEDS_VLLM = re.compile(r"wt_worker\.vllm\.(?!plugin$)")
+# These need vLLM or the extra [serve], which are not here; the plugin is what vLLM finds, and must import without it.
+NEEDS_MORE = re.compile(r"wt_worker\.(vllm\.(?!plugin$)|serve$)")
 NUM_TIMINGS = 5
 
 
@@ -65,7 +65,7 @@ def _public_modules(package: str) -> Iterator[str]:
     """Imports and yields each public module, a package before what is in it."""
     paths = importlib.import_module(package).__path__
     for module in pkgutil.iter_modules(paths, f"{package}."):
-        if module.name.rpartition(".")[2].startswith("_") or NEEDS_VLLM.match(module.name):
+        if module.name.rpartition(".")[2].startswith("_") or NEEDS_MORE.match(module.name):
             continue
         importlib.import_module(module.name)
         yield module.name
