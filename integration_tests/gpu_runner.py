@@ -59,7 +59,7 @@ def run_block(name: str, command: list[str], *, timeout_s: float, environment: d
     """Run pytest's `command`, print its output as one block; whether at least one test passed and none failed."""
     run_id = uuid.uuid4().hex
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("a+") as output:  # appending: several processes write at the same time
         process = subprocess.Popen(
             command,
             stdout=output,
@@ -72,8 +72,7 @@ def run_block(name: str, command: list[str], *, timeout_s: float, environment: d
             verdict = ""
         except subprocess.TimeoutExpired:
             verdict = f"no end within {timeout_s:g} s"
-            signal_all(run_id, signal.SIGUSR1)
-            time.sleep(2)  # for the stacks to be written
+            signal_all(run_id, signal.SIGUSR1, pause_s=0.5)  # one after the other, or their stacks would be mixed
         signal_all(run_id, signal.SIGKILL)
         status = process.wait(timeout=10)
         output.seek(0)
@@ -88,13 +87,14 @@ def run_block(name: str, command: list[str], *, timeout_s: float, environment: d
     return not verdict
 
 
-def signal_all(run_id: str, number: int) -> None:
-    """Send a signal to every process of the run that is left."""
+def signal_all(run_id: str, number: int, pause_s: float = 0) -> None:
+    """Send a signal to every process of the run that is left, and wait `pause_s` after each."""
     entry = f"{MARKER}={run_id}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it is gone, or not ours
             if entry in path.read_bytes().split(b"\0"):
                 os.kill(int(path.parent.name), number)
+                time.sleep(pause_s)
 
 
 def main() -> int:

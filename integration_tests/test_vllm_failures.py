@@ -95,7 +95,7 @@ def test_plan_error_leaves_everything_unchanged(scene: Scene) -> None:
         liar = scene.trainer(lie=change, lie_about="model.layers.1.mlp.up_proj.weight")
         liar.call("set_weights", seed=2)
         error = raises(lambda liar=liar: liar.call("send"))
-        assert (error["type"], error["side"], error["outcome"]) == ("PlanError", "worker", "unchanged")
+        assert (error["type"], error["side"], error["outcome"]) == ("PlanError", "worker", "unchanged"), error
         assert "up_proj" in error["message"] or "renamed" in error["message"]
         assert scene.version() == "seed-1"
         scene.assert_in_step()

@@ -69,8 +69,11 @@ class Connections:
         except BaseException:
             adapter.close()
             raise
-        with self._lock:
-            self._idle.append((time.monotonic(), adapter))
+        if reply.ok:
+            with self._lock:
+                self._idle.append((time.monotonic(), adapter))
+        else:
+            adapter.close()  # uvicorn closes a connection on which it has reported a failure; the next request could meet that
         return reply
 
     def _look_around(self) -> None:
