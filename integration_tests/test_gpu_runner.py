@@ -76,4 +76,7 @@ def test_timeout_shows_all_stacks_and_ends_all_processes(tmp_path: Path, capsys:
     assert "in in_child" in output
     assert "FAILED (no end within 4 s)" in output
     status = Path("/proc", pid_file.read_text(), "status")
-    assert not status.exists() or "State:\tZ" in status.read_text()  # gone, or only not yet reaped
+    deadline = time.monotonic() + 10
+    while status.exists() and "State:\tZ" not in status.read_text():  # gone, or only not yet reaped
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
