@@ -17,7 +17,7 @@ BENCHMARKS = {
     "control_plane": "a round of a one-parameter model over HTTP: what a round costs beside its bytes",
     "gloo_dense": "1 GB in bfloat16 to the embedded server, against gloo alone",
 }
-"""Each is a module of this folder with `measure(hardware)`, which yields the lines of one run."""
+"""Each is a module of this folder with `measure()`, which yields the lines of one run."""
 
 
 def main() -> None:

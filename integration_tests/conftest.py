@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # harness, models, engines and c
 import cases
 import engines
 import models
-from harness import Cast
+from harness import Cast, EmbeddedServer, together
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,6 +75,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[kind]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def servers(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[EmbeddedServer]]:
+    """Two embedded ones, which started from the checkpoint of `llama`; for the examples and the documentation's code blocks."""
+    started = [EmbeddedServer(checkpoint("llama"), tmp_path_factory.mktemp("server")) for _ in range(2)]
+    try:
+        for server in started:
+            server.wait_ready()
+        yield started
+    finally:
+        together(*(server.close for server in started))
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import HERE, EmbeddedServer, together, worker_environment, worker_python
+from harness import HERE, EmbeddedServer, worker_environment, worker_python
 
 from wt_trainer import WeightTransferTrainerFactory
 
@@ -39,20 +39,6 @@ def train_one_step(model):
 def blocks(page: Path, language: str) -> list[str]:
     """The page's code blocks in this language, in order."""
     return [code for _, found, code in BLOCK.findall(page.read_text()) if found == language]
-
-
-@pytest.fixture(scope="module")
-def servers(
-    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[EmbeddedServer]]:
-    """Those that pages call http://10.0.0.7:8000 and http://10.0.0.8:8000."""
-    started = [EmbeddedServer(checkpoint("llama"), tmp_path_factory.mktemp("server")) for _ in range(2)]
-    try:
-        for server in started:
-            server.wait_ready()
-        yield started
-    finally:
-        together(*(server.close for server in started))
 
 
 def test_every_block_says_what_it_is() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import models
 import pytest
-from harness import HERE, EmbeddedServer, together
+from harness import HERE, EmbeddedServer
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = HERE.parent / "examples"
@@ -27,20 +27,6 @@ RUNS = {
     "rollout_pool": (1, 2, "step-1"),
     "colocated": (1, 1, "step-1"),
 }
-
-
-@pytest.fixture(scope="module")
-def servers(
-    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[EmbeddedServer]]:
-    """Two, of the checkpoint that the examples start from."""
-    started = [EmbeddedServer(checkpoint("llama"), tmp_path_factory.mktemp("server")) for _ in range(2)]
-    try:
-        for server in started:
-            server.wait_ready()
-        yield started
-    finally:
-        together(*(server.close for server in started))
 
 
 def test_every_example_has_a_run() -> None:

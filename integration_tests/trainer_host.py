@@ -236,6 +236,11 @@ def _build_hf(trainer: Trainer, seed: int) -> torch.nn.Module:
     return models.build_model(trainer.config["model"], seed).to(getattr(torch, trainer.config.get("dtype", "float32")))
 
 
+def _load_whole(trainer: Trainer, model: torch.nn.Module) -> None:
+    """`trainer.load(seed)` gives `model`, which is whole on this rank, the weights of that seed."""
+    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict()) and None
+
+
 class CheckpointSource(WeightSource):
     """A Hugging Face model under the names of its checkpoint.
 
@@ -275,7 +280,7 @@ class CheckpointSource(WeightSource):
 def _hf_whole(trainer: Trainer) -> WeightSource:
     """A Hugging Face model, whole on every rank."""
     model = _build_hf(trainer, 0)
-    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict()) and None
+    _load_whole(trainer, model)
     return CheckpointSource(model, lie=trainer.config.get("lie", ""), lie_about=trainer.config.get("lie_about", ""))
 
 
@@ -285,7 +290,7 @@ def _hf_renamed(trainer: Trainer) -> WeightSource:
     from renamed import checkpoint_name
 
     model = _build_hf(trainer, 0)
-    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict()) and None
+    _load_whole(trainer, model)
     return RenamedSource(ModuleSource(torch.compile(model, backend="eager")), checkpoint_name)
 
 
@@ -377,7 +382,7 @@ class StageSource(WeightSource):
 def _hf_pipeline(trainer: Trainer) -> WeightSource:
     """A Hugging Face model in pipeline stages: every rank is a data sender."""
     model = _build_hf(trainer, 0)
-    trainer.load = lambda seed: model.load_state_dict(_build_hf(trainer, seed).state_dict()) and None
+    _load_whole(trainer, model)
     return StageSource(model, trainer.rank, trainer.num_ranks, model.config.num_hidden_layers)
 
 

@@ -32,13 +32,13 @@ from wt_common.session import (
     encode_message,
 )
 
-__all__ = ["Connection", "close_in_child", "connect"]
+__all__ = ["SEND_S", "Connection", "close_in_child", "connect"]
 
 M = TypeVar("M", bound=Message)
 
 _CHUNK_BYTES = 1 << 20
 _REST_OF_FRAME_S = 30.0  # once a frame has begun, the rest of at most 64 MiB is due; a peer that stalls longer is lost
-_SEND_S = 5.0  # a peer that does not empty its socket for this long is not reading
+SEND_S = 5.0  # a peer that does not empty its socket for this long is not reading
 _CONNECT_S = 10.0  # the sender listens before anybody is told where, so what fails this long is unreachable
 _RETRY_S = 0.1  # between two attempts: strangers may occupy the sender's handshake threads for 2 s
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # a vanished host shows in a minute
@@ -90,7 +90,7 @@ class Connection:
         """The peer has proved itself: take frames of full size."""
         self._decoder.max_bytes = MAX_FRAME_BYTES
 
-    def send(self, message: Message, *, timeout_s: float = _SEND_S) -> None:
+    def send(self, message: Message, *, timeout_s: float = SEND_S) -> None:
         """Send `message` whole.
 
         Raises:

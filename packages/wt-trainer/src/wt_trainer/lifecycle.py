@@ -404,7 +404,7 @@ class SessionTrainerEngine(TrainerWeightTransferEngine[TInfo]):
             num_bytes=num_bytes,
             seconds={},
             workers=tuple(_worker_report(peer, installed[peer.key]) for peer in workers),
-            covered=dict(self._round_source.covered_names) if self._round_source else {},
+            covered=metadata.covered,
             notes=tuple(notes),
         )
 

@@ -27,6 +27,9 @@ class RoundMetadata:
     shapes: tuple[tuple[int, ...], ...]
     sizes_bytes: tuple[int, ...]
     roots: tuple[int, ...]
+    covered: dict[str, str] = field(
+        default_factory=dict, compare=False
+    )  # see `WeightSource.covered_names`; not on the wire
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +65,7 @@ class RoundMetadata:
             shapes=tuple(meta.shape for meta in metas),
             sizes_bytes=tuple(meta.num_bytes for meta in metas),
             roots=tuple(0 if meta.owners is None or 0 in meta.owners else meta.owners[0] for meta in metas),
+            covered=dict(source.covered_names),
         )
 
     def cast(self, casts: dict[str, str]) -> RoundMetadata:

@@ -33,7 +33,7 @@ from wt_common.session import (
     Welcome,
     proof,
 )
-from wt_trainer.connection import Connection, close_in_child
+from wt_trainer.connection import SEND_S, Connection, close_in_child
 from wt_trainer.round import Round
 from wt_trainer.store import RendezvousStore
 
@@ -44,8 +44,7 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE_S = 2.0  # for a stranger to prove itself; a peer of ours needs one round trip
 _MAX_PENDING_HANDSHAKES = 64  # threads that strangers may occupy at once; a peer that finds them full tries again
 _ACCEPT_RETRY_S = 0.1  # for files to be closed meanwhile
-_SEND_S = 5.0  # for a message to a peer that may be frozen; never past the round's deadline
-_NOTIFY_S = 0.5  # the same where the round has failed already
+_NOTIFY_S = 0.5  # for a message to a peer that may be frozen, where the round has failed already
 MAX_RANKS = 1 << 16
 """Ranks of one engine, or of the trainer: more than any cluster has, and few enough to be listed in an error."""
 
@@ -201,7 +200,7 @@ class Session:
         """Send `message` to each of `peers`; one that cannot take it is lost, which fails the round."""
         for peer in peers:
             round_ = self.round
-            left = _SEND_S if round_ is None else min(_SEND_S, max(round_.remaining_s, _NOTIFY_S))
+            left = SEND_S if round_ is None else min(SEND_S, max(round_.remaining_s, _NOTIFY_S))
             try:
                 peer.connection.send(message, timeout_s=left)
             except WeightTransferError as exc:

@@ -49,13 +49,10 @@ class CheckedStream:
     def __init__(
         self, source: WeightSource, metadata: RoundMetadata, wire: RoundMetadata, rank: int, round_: Round
     ) -> None:
-        owned = source.owned_names(rank)
-        _check_owned(owned, metadata, rank)
         self._round = round_
         self._metadata = metadata
         self._wire = wire
-        places = {name: index for index, name in enumerate(metadata.names)}
-        self._expected = [places[name] for name in owned]
+        self._expected = _owned_places(source.owned_names(rank), metadata, rank)
         self._items: Iterator[Any] = iter(source.iter_full())
         self._position = -1
         self._tensor = self._flat = torch.empty(0, dtype=torch.uint8)
@@ -127,20 +124,26 @@ class CheckedStream:
         self._flat = cast.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _check_owned(owned: list[str], metadata: RoundMetadata, rank: int) -> None:
-    """`owned`, what this rank says that it yields, is part of the metadata, in their order, with all that it must send."""
+def _owned_places(owned: list[str], metadata: RoundMetadata, rank: int) -> list[int]:
+    """Where in the metadata each of `owned` is, which this rank says that it yields.
+
+    Raises:
+        PlanError: they are no part of the metadata in their order, or lack what this rank must send.
+    """
     places = {name: index for index, name in enumerate(metadata.names)}
-    before = -1
+    result: list[int] = []
     for name in owned:
-        if places.get(name, -1) <= before:
+        place = places.get(name, -1)
+        if place <= (result[-1] if result else -1):
             raise _plan_error(
                 name, f"owned_names({rank}): expected names of the metadata, each once and in their order, got {name!r}"
             )
-        before = places[name]
+        result.append(place)
     missing = {name for name, root in zip(metadata.names, metadata.roots, strict=True) if root == rank} - set(owned)
     if missing:
         name = min(missing, key=places.__getitem__)
         raise _plan_error(name, f"owned_names({rank}) leaves out {name!r}, which rank {rank} must send by the metadata")
+    return result
 
 
 def _checked_item(item: Any, expected: str) -> tuple[str, torch.Tensor]:

@@ -129,8 +129,9 @@ class Completions:
         with self._request() as goes_on:
             if body.get("prompt_logprobs") is not None:
                 for index, prompt in enumerate(prompts):
+                    given = self._prompt_logprobs(prompt)
                     for row in rows[index * copies : (index + 1) * copies]:
-                        row.prompt_logprobs = self._prompt_logprobs(prompt)
+                        row.prompt_logprobs = given
             for _ in range(num_tokens):
                 live = [row for row in rows if row.reason != "stop"]
                 if not live or not goes_on():

@@ -201,8 +201,7 @@ class HTTPVLLMWeightSyncClient:
         try:
             if running and before is not None:
                 before()
-            pause = {(url, ""): partial(self._request, "POST", url, "/pause", params={"mode": mode}) for url in running}
-            self._at_once(pause, futures=pauses)
+            self._each(lambda url: self._request("POST", url, "/pause", params={"mode": mode}), running, futures=pauses)
             yield running
         except BaseException as exc:
             # Even where the pause failed: another server may have taken it. A server that does not answer must not hide
@@ -307,10 +306,7 @@ class HTTPVLLMWeightSyncClient:
     # --- requests ------------------------------------------------------------------------------------------
 
     def _post_all(self, path: str, **kwargs: Any) -> None:
-        self._post(self.base_urls, path, **kwargs)
-
-    def _post(self, urls: Sequence[str], path: str, **kwargs: Any) -> None:
-        self._each(lambda url: self._request("POST", url, path, **kwargs), urls)
+        self._each(lambda url: self._request("POST", url, path, **kwargs))
 
     def _optional_all(self, path: str, key: str) -> list[Any]:
         """`key` of each server's reply to GET `path`; None where the server has no such route."""
@@ -322,11 +318,16 @@ class HTTPVLLMWeightSyncClient:
         return self._each(ask)
 
     def _each(
-        self, call: Callable[[str], T], urls: Sequence[str] | None = None, *, within: float | None = None
+        self,
+        call: Callable[[str], T],
+        urls: Sequence[str] | None = None,
+        *,
+        within: float | None = None,
+        futures: list[Future[Any]] | None = None,
     ) -> list[T]:
         """`call(url)` for all `urls` at once; waits for all and raises the first failure in their order."""
         calls = {(url, ""): partial(call, url) for url in (self.base_urls if urls is None else urls)}
-        return list(self._at_once(calls, within=within).values())
+        return list(self._at_once(calls, within=within, futures=futures).values())
 
     def _at_once(
         self,
