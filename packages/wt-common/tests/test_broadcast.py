@@ -6,7 +6,7 @@ import json
 import pytest
 
 from wt_common import SCHEMA, WeightTransferInitInfo, WeightTransferUpdateInfo
-from wt_common.broadcast import DenseBroadcastInitInfo, SessionInitInfo, SessionUpdateInfo
+from wt_common.broadcast import VERIFY, DenseBroadcastInitInfo, SessionInitInfo, SessionUpdateInfo
 
 SESSION = {
     "session_address": "10.0.0.1",
@@ -36,10 +36,19 @@ def test_infos_are_the_documented_bases():
 
 
 def test_checks_are_on_and_probe_is_off_unless_told():
-    """An init that says nothing checks coverage, and replaces a live session."""
+    """An init that says nothing checks coverage, verifies what is installed, and replaces a live session."""
     info = SessionInitInfo(**SESSION)
     assert info.check_cover is True
+    assert info.verify == "full"
     assert info.probe is False
+
+
+def test_verify_is_one_of_three():
+    """Each of the three is taken, and no other word."""
+    assert VERIFY == ("full", "received", "off")
+    assert [SessionInitInfo(**SESSION, verify=verify).verify for verify in VERIFY] == list(VERIFY)
+    with pytest.raises(TypeError, match="verify"):
+        SessionInitInfo(**SESSION, verify=True)
 
 
 def test_whole_seconds_are_seconds():
@@ -77,6 +86,8 @@ def test_missing_field_is_refused_by_name(cls, fields, name):
         ({"session_port": 65536}, "session_port must be in [1, 65535], got 65536"),
         ({"timeout_s": 0.0}, "timeout_s must be positive, got 0.0"),
         ({"timeout_s": -1}, "timeout_s must be positive, got -1"),
+        ({"verify": "on"}, "verify must be one of full, received, off, got 'on'"),
+        ({"verify": ""}, "verify must be one of full, received, off, got ''"),
         ({"max_group_bytes": 0}, "max_group_bytes must be at least 1, got 0"),
         ({"max_group_pieces": 0}, "max_group_pieces must be at least 1, got 0"),
         ({"num_buffers": -3}, "num_buffers must be at least 1, got -3"),

@@ -46,8 +46,16 @@ INSTANCES: list[Message] = [
     wire.Ended(round=3, touched=True),
     wire.Enter(round=3, group=2),
     wire.Failed(round=3, error=ERROR, stopped=True),
-    wire.Finishing(round=3),
-    wire.Go(round=3, epoch=2, rank=1, world_size=5, remaining_s=12.5, casts={"layers.0.bias": "bfloat16"}),
+    wire.Finishing(round=3, digests=[0, 1, (1 << 64) - 1]),
+    wire.Go(
+        round=3,
+        epoch=2,
+        rank=1,
+        world_size=5,
+        remaining_s=12.5,
+        casts={"layers.0.bias": "bfloat16"},
+        received=[0, 2],
+    ),
     wire.Held(round=3, held=True),
     wire.Hello(
         role="worker",
@@ -73,10 +81,17 @@ INSTANCES: list[Message] = [
         shapes=[list(shape) for _, _, shape, _ in ROWS],
         roots=[root for _, _, _, root in ROWS],
     ),
+    wire.Placed(
+        round=3,
+        kinds="rwpnp",
+        parts=[[2, 6, 0], [2, 7, 1 << 63], [4, 1, 0]],
+        not_in_place={"quantized by fp8": ["model.layers.0.mlp", "model.layers.1.mlp"]},
+    ),
     wire.Position(round=3, index=17),
     wire.Ready(round=3, knows_metadata=False, casts={"layers.0.bias": "bfloat16"}),
     wire.Refused(error=ERROR),
     wire.RoundOutcome(round=3, report={"round": 3, "notes": []}, error=ERROR, run_to=17),
+    wire.Sent(round=3, digests=[1 << 63, 7]),
     wire.State(round=3, open=True, poisoned=True),
     wire.StoreSet(epoch=2, key="0/1", value="AAECAw=="),
     wire.Welcome(proof="ef" * 32),
@@ -92,6 +107,7 @@ WRONG: dict[str, list[Any]] = {
     "list[str]": [None, "a", [1], [["a"]], {"a": "a"}],
     "list[list[int]]": [None, [1], [["1"]], [[True]], [None]],
     "dict[str, str]": [None, "a", [], {"a": 1}, {"a": None}],
+    "dict[str, list[str]]": [None, [], {"a": "a"}, {"a": [1]}, {"a": None}],
     "dict[str, float]": [None, [], {"a": "1"}, {"a": True}],
     "dict[str, Any]": [None, "a", [], 1],
     "dict[str, Any] | None": ["a", [], 1, False],
@@ -221,6 +237,45 @@ def test_metadata_lists_must_be_of_one_length():
             wire.Metadata(round=1, **cut)
         with pytest.raises(TransportError, match=f"{name} 1"):
             decode_message(json.dumps({"type": "metadata", "round": 1, **cut}).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"kinds": "rwxnp"}, "Placed.kinds: expected the characters r, w, p and n"),
+        ({"kinds": "rwpnr"}, "Placed.parts: expected triples, at least one for each parameter of kind p"),
+        ({"kinds": "ppppp"}, "at least one for each parameter of kind p and none for others"),
+        ({"kinds": ""}, "none for others"),
+        ({"parts": []}, "at least one for each"),
+        ({"parts": [[2, 6], [4, 1, 0]]}, "expected triples"),
+        ({"parts": [[2, 6, 0, 0], [4, 1, 0]]}, "expected triples"),
+        ({"parts": [[], [4, 1, 0]]}, "expected triples"),
+        ({"parts": [[2, 6, 0], [4, 1, 0], [5, 1, 0]]}, "none for others"),
+        ({"parts": [[2, 6, 0], [4, 1, 0], [-1, 1, 0]]}, "none for others"),
+        ({"parts": [[4, 1, 0], [2, 6, 0]]}, "Placed.parts: expected the order of the metadata"),
+        ({"parts": [[2, 6, 0], [4, 1, 0], [2, 7, 1]]}, "expected the order of the metadata"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_placement_must_fit_itself(change, text):
+    """Kinds are the four that there are, and parts are listed for exactly the parameters that have any, in order."""
+    (placed,) = (message for message in INSTANCES if isinstance(message, wire.Placed))
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(placed, **change)
+    with pytest.raises(TransportError, match=text):
+        decode_message(json.dumps({**json.loads(body_of(placed)), **change}).encode())
+
+
+@pytest.mark.parametrize("digest", [-1, 1 << 64, -(1 << 63), 1 << 200])
+@pytest.mark.parametrize("type_", ["finishing", "sent"])
+def test_digests_are_unsigned_64_bit_numbers(type_, digest):
+    """What is no digest is refused with its message, at both ends; the error has the number."""
+    (message,) = (message for message in INSTANCES if message.type == type_)
+    with pytest.raises(ValueError, match=rf"digests: expected numbers from 0 to 2\^64 - 1, got {digest}$"):
+        dataclasses.replace(message, digests=[1, digest, 2])
+    body = json.dumps({"type": type_, "round": 3, "digests": [1, digest, 2]}).encode()
+    with pytest.raises(TransportError, match=rf"got {digest}\)"):
+        decode_message(body)
 
 
 @pytest.mark.parametrize(

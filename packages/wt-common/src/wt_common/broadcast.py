@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from wt_common.info import WeightTransferInitInfo, WeightTransferUpdateInfo
 from wt_common.session import check_fields
 
-__all__ = ["DenseBroadcastInitInfo", "SessionInitInfo", "SessionUpdateInfo"]
+__all__ = ["VERIFY", "DenseBroadcastInitInfo", "SessionInitInfo", "SessionUpdateInfo"]
+
+VERIFY = ("full", "received", "off")
+"""What each worker digests: the bytes installed, where they are written in place, and those received elsewhere; those received;
+nothing."""
 
 
 @dataclass(kw_only=True)
@@ -16,8 +20,8 @@ class SessionInitInfo(WeightTransferInitInfo):
 
     `session_address` and `session_port` are where the sender listens, as the workers reach it; `session_secret` is the
     hex key of the handshake; `session` names this session; `schema` is the wire schema; `timeout_s` bounds the whole
-    round in seconds; `check_cover` refuses a round that loads only part of a layer; `probe` asks whether a live session is there,
-    without replacing it.
+    round in seconds; `check_cover` refuses a round that loads only part of a layer; `verify` says what is digested (one of
+    `VERIFY`); `probe` asks whether a live session is there, without replacing it.
     """
 
     session_address: str
@@ -27,6 +31,7 @@ class SessionInitInfo(WeightTransferInitInfo):
     schema: tuple[int, int]
     timeout_s: float
     check_cover: bool = True
+    verify: str = "full"
     probe: bool = False
 
     def __post_init__(self) -> None:
@@ -35,6 +40,8 @@ class SessionInitInfo(WeightTransferInitInfo):
         if not 0 < self.session_port < 65536:
             raise ValueError(f"session_port must be in [1, 65535], got {self.session_port}")
         bytes.fromhex(self.session_secret)  # a ValueError if it is none
+        if self.verify not in VERIFY:
+            raise ValueError(f"verify must be one of {', '.join(VERIFY)}, got {self.verify!r}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
 

@@ -7,8 +7,8 @@ Lifecycle of a connection, `L` the listening side and `C` the connecting one:
 
 1. L: `Challenge`; C: `Auth`, with its own nonce and proof; L: `Welcome`, with its proof, or the connection is closed.
 2. C: `Hello`; L: `Accepted` or `Refused`.
-3. In a round C sends what it reached (`Ready`, `Credit`, `Installed`, `Finishing`), L what may happen next (`Metadata`, `Go`,
-   `Enter`, `Committed`). `StoreSet` publishes a key of the rendezvous to everybody.
+3. In a round C sends what it reached (`Placed`, `Ready`, `Credit`, `Installed`, `Sent`, `Finishing`), L what may happen next
+   (`Metadata`, `Go`, `Enter`, `Committed`). `StoreSet` publishes a key of the rendezvous to everybody.
 4. Whoever fails says so: C `Failed`, L `Abort`; every worker answers an `Abort` with `Ended`.
 """
 
@@ -23,8 +23,9 @@ import struct
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from wt_common.errors import TransportError
@@ -53,10 +54,12 @@ __all__ = [
     "Leave",
     "Message",
     "Metadata",
+    "Placed",
     "Position",
     "Ready",
     "Refused",
     "RoundOutcome",
+    "Sent",
     "State",
     "StoreSet",
     "Welcome",
@@ -244,6 +247,42 @@ class Ready(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placed(Message):
+    """C, a worker, before its `Ready`: what its digests of this round's parameters will be over. Sent when new, else as before.
+
+    `kinds` has one character for each parameter of the metadata:
+
+    * `r`: the bytes received.
+    * `w`: the whole parameter, as installed.
+    * `p`: the parts of it that this rank has, as installed: those that `parts` lists for it, a digest for each.
+    * `n`: nothing; no byte of it belongs on this rank.
+
+    `parts` has (place in the metadata, number of elements, key) of each part in order. Parts of one parameter with the same
+    key are the same elements of it, on whichever rank.
+
+    `not_in_place` names the model's layers that are not written in place, by the reason.
+    """
+
+    type = "placed"
+    round: int
+    kinds: str
+    parts: list[list[int]]
+    not_in_place: dict[str, list[str]]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not set(self.kinds) <= set("rwpn"):
+            raise ValueError(f"Placed.kinds: expected the characters r, w, p and n, got {self.kinds!r:.80}")
+        listed = [place for place, kind in enumerate(self.kinds) if kind == "p"]
+        if any(len(part) != 3 for part in self.parts) or sorted({part[0] for part in self.parts}) != listed:
+            raise ValueError(
+                "Placed.parts: expected triples, at least one for each parameter of kind p and none for others"
+            )
+        if any(one[0] > other[0] for one, other in pairwise(self.parts)):
+            raise ValueError("Placed.parts: expected the order of the metadata")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata(Message):
     """L: names, dtypes (`"bfloat16"`, as in `str(torch_dtype)` after the dot) and full shapes, in the order of sending."""
 
@@ -269,7 +308,8 @@ class Go(Message):
     """L: transfer now. `rank` of `world_size` is this peer's place in communicator `epoch`, made anew when the epoch is new.
 
     A trainer rank that sends is rank 0 of a communicator of its own with all workers, one per root named in the metadata.
-    `casts` names the dtype on the wire of each parameter that is not sent in its declared one.
+    `casts` names the dtype on the wire of each parameter that is not sent in its declared one. `received` has the places in the
+    metadata of parameters whose digest must be over the bytes received, whatever the worker's placement says.
 
     `remaining_s` is what is left of the round's deadline when L sends this.
     """
@@ -281,6 +321,29 @@ class Go(Message):
     world_size: int
     remaining_s: float
     casts: dict[str, str] = field(default_factory=dict)
+    received: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent(Message):
+    """C, a trainer rank: it has sent all that it is the root of; `digests` of those parameters' bytes, in metadata order.
+
+    None at all where the session verifies nothing.
+    """
+
+    type = "sent"
+    round: int
+    digests: list[int]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_digests(self, self.digests)
+
+
+def _check_digests(message: Message, digests: list[int]) -> None:
+    if digests and not (min(digests) >= 0 and max(digests) < 1 << 64):
+        wrong = next(digest for digest in digests if not 0 <= digest < 1 << 64)
+        raise ValueError(f"{type(message).__name__}.digests: expected numbers from 0 to 2^64 - 1, got {wrong}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,10 +391,19 @@ class Installed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finishing(Message):
-    """C: the finish call has arrived; this worker waits for the verdict and fails the call unless it is `Committed`."""
+    """C: the finish call has arrived; this worker waits for the verdict and fails the call unless it is `Committed`.
+
+    `digests` are those that its `Placed` announced, in the order of the metadata and of the parts; none at all where the session
+    verifies nothing. A parameter that `Go.received` lists has one, over the bytes received.
+    """
 
     type = "finishing"
     round: int
+    digests: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_digests(self, self.digests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,12 +514,14 @@ _MESSAGES: dict[str, type[Message]] = {
         Installed,
         Leave,
         Metadata,
+        Placed,
         Position,
         Held,
         Joined,
         Ready,
         Refused,
         RoundOutcome,
+        Sent,
         State,
         StoreSet,
         Welcome,
@@ -461,7 +535,10 @@ def encode_message(message: Message) -> bytes:
     Raises:
         TransportError: it is larger than `MAX_FRAME_BYTES`.
     """
-    body = json.dumps({"type": message.type, **asdict(message)}, separators=(",", ":")).encode()
+    values = {
+        each.name: getattr(message, each.name) for each in fields(message)
+    }  # `asdict` would copy long lists first
+    body = json.dumps({"type": message.type, **values}, separators=(",", ":")).encode()
     if len(body) > MAX_FRAME_BYTES:
         raise TransportError(f"session message {message.type!r}: at most {MAX_FRAME_BYTES} bytes, got {len(body)}")
     return FRAME_HEADER.pack(len(body)) + body
@@ -560,6 +637,8 @@ def _matches(value: Any, hint: Any) -> bool:
         return True
     if origin in (typing.Union, types.UnionType):
         return any(_matches(value, arg) for arg in args)
+    if origin is list and args[0] in (int, str):  # metadata and digests have an element for each parameter
+        return type(value) is list and set(map(type, value)) <= {args[0]}
     if origin is list:
         return type(value) is list and all(_matches(item, args[0]) for item in value)
     if origin is tuple:
