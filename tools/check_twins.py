@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 PACKAGES = Path(__file__).parent.parent / "packages"
-TWINS = ("connection.py", "store.py", "channels/gloo.py")
+TWINS = ("connection.py", "digest.py", "store.py", "channels/gloo.py")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ def test_only_the_rank_is_required():
     assert (info.backend, info.rank, info.is_sender) == ("gloo", 0, True)
     assert (info.master_address, info.master_port, info.world_size) == (None, None, None)
     assert (info.packed, info.packed_buffer_size_bytes, info.packed_num_buffers) == (True, 64 << 20, 2)
-    assert (info.timeout_s, info.check_cover) == (300, True)
+    assert (info.timeout_s, info.check_cover, info.verify) == (300, True, "full")
     with pytest.raises(TypeError, match="rank"):
         GlooTrainerInitInfo()
 
@@ -66,6 +66,9 @@ def test_secret_and_group_are_not_printed():
         ({"packed_buffer_size_bytes": 0}, "packed_buffer_size_bytes: expected at least 1, got 0"),
         ({"packed_num_buffers": 0}, "packed_num_buffers: expected at least 1, got 0"),
         ({"packed_buffer_size_bytes": (64 << 20) + 1}, "backend gloo takes at most 67108864, got 67108865"),
+        ({"verify": "on"}, "verify: expected one of 'full', 'received', 'off', got 'on'"),
+        ({"verify": None}, "verify: expected one of 'full', 'received', 'off', got None"),
+        ({"verify": True}, "verify: expected one of 'full', 'received', 'off', got True"),
         ({"num_trainer_ranks": 0}, "num_trainer_ranks: expected at least 1, got 0"),
         ({"session_secret": "ab"}, "session_secret: needs master_address, master_port and num_trainer_ranks"),
         (
@@ -104,6 +107,8 @@ def test_secret_needs_everything_that_the_ranks_must_agree_on(missing):
         {"master_port": 65535},
         {"timeout_s": 0.1},
         {"packed_buffer_size_bytes": 1},
+        {"verify": "received"},
+        {"verify": "off"},
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ import torch
 from wt_common import (
     AgreementError,
     ConfigurationError,
+    IntegrityError,
     Outcome,
     PeerLostError,
     PlanError,
@@ -26,6 +27,7 @@ from wt_common import (
     StaleSessionError,
     TransportError,
 )
+from wt_common.digest import digest_bytes
 from wt_common.errors import error_from_wire, error_to_wire
 from wt_common.session import (
     Abort,
@@ -38,6 +40,7 @@ from wt_common.session import (
     Held,
     Installed,
     Metadata,
+    Placed,
     Ready,
     State,
 )
@@ -63,10 +66,10 @@ class Source(WeightSource):
         return [ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.int8, (3,))]
 
     def iter_full(self):
-        yield "a", torch.zeros(2)
+        yield "a", torch.tensor([1.0, 2.0])
         if self.error is not None:
             raise self.error
-        yield "b", torch.zeros(3, dtype=torch.int8)
+        yield "b", torch.tensor([1, 2, 3], dtype=torch.int8)
 
 
 class LocalOnly(WeightSource):
@@ -81,21 +84,30 @@ class ToyInitInfo(SessionFields, TrainerInitInfo):
 
 
 class ToyEngine(SessionTrainerEngine[ToyInitInfo]):
-    """A backend whose transfer is one `Go`: it runs the source and moves nothing."""
+    """A backend whose transfer is one `Go`: it runs the source, and lays the bytes before the workers."""
 
     ended = ()
 
     def _init_fields(self):
         return {"toy": 1}
 
-    def _transmit(self, session, round_, metadata, casts):
+    def _transmit(self, session, round_, metadata, casts, received):
         self.sent = metadata.cast(casts)
         workers = session.workers
         for index, peer in enumerate(workers):
             go = Go(round=round_.number, epoch=1, rank=1 + index, world_size=1 + len(workers), remaining_s=1)
-            session.send([peer], go)
+            session.send([peer], replace(go, casts=casts, received=received))
         round_.num_entered = 1
-        assert [name for name, _ in self._round_source] == list(metadata.names)
+        items = list(self._round_source)
+        assert [name for name, _ in items] == list(metadata.names)
+        data = [
+            bytes(tensor.to(getattr(torch, dtype)).reshape(-1).view(torch.uint8).tolist())
+            for (_, tensor), dtype in zip(items, self.sent.dtype_names, strict=True)
+        ]
+        for worker in self.client.workers:
+            worker.received = list(data)
+        if self._verifies:
+            round_.digests.update(enumerate(map(digest_bytes, data)))
         return sum(self.sent.sizes_bytes)
 
     def _assist(self, session, round_, metadata):
@@ -106,10 +118,17 @@ class ToyEngine(SessionTrainerEngine[ToyInitInfo]):
 
 
 class ToyWorker:
-    """One worker rank: a reader that answers questions at once, and the protocol of the two calls."""
+    """One worker rank: a reader that answers questions at once, and the protocol of the two calls.
 
-    def __init__(self, peer):
+    `placed` says what its digests are over, all received bytes where it is None; it is said when it is another than before.
+    """
+
+    def __init__(self, peer, verify):
         self.peer = peer
+        self.verify = verify
+        self.placed = None
+        self.said = {}
+        self.received = []  # the bytes of each parameter
         self.open = False
         self.touched = False  # what it answers to an abort; None is no answer
         self.knows = set()
@@ -155,12 +174,24 @@ class ToyWorker:
             self.peer.send(Ready(round=number, knows_metadata=False))
             self.metadata = self.take(Metadata)
             self.knows.add(digest)
+        self.place(number, digest)
         self.peer.send(Ready(round=number, knows_metadata=True, casts=self.casts))
         self.go = self.take(Go)
         self.peer.send(Installed(round=number, num_bytes=11, seconds={"receive": 0.5}, not_synced=["c"]))
 
+    def place(self, number, digest):
+        count = len(self.metadata.names)
+        placed = self.placed or {"kinds": "r" * count, "parts": [], "not_in_place": {}}
+        if self.said.get(digest) != placed:
+            self.said[digest] = placed
+            self.peer.send(Placed(round=number, **placed))
+
+    def digests(self):
+        """Those of whole parameters; a test that places parts has its own."""
+        return [] if self.verify == "off" else [digest_bytes(data) for data in self.received]
+
     def finish(self, number):
-        self.peer.send(Finishing(round=number))
+        self.peer.send(Finishing(round=number, digests=self.digests()))
         self.take(Committed)
 
 
@@ -184,7 +215,7 @@ class ToyClient:
         self.init_info = init_info
         for engine, rank, size in self.ranks:
             peer = self.connect(init_info, engine=engine, rank=rank, size=size)
-            self.workers.append(ToyWorker(peer))
+            self.workers.append(ToyWorker(peer, init_info["verify"]))
         self.after("init")
 
     def start_weight_update(self):
@@ -324,10 +355,10 @@ TWO = (("e0", 0, 2), ("e0", 1, 2))
 def test_init_ships_what_the_sides_must_agree_on(make_client, make_engine):
     """The init info says where and how to connect, what the sides must agree on, and the backend's own fields."""
     client = make_client()
-    make_engine(client, timeout_s=7, check_cover=False)
+    make_engine(client, timeout_s=7, check_cover=False, verify="received")
     info = client.init_info
     assert (info["session_address"], info["schema"], info["timeout_s"]) == ("127.0.0.1", [1, 0], 7)
-    assert (info["check_cover"], info["toy"]) == (False, 1)
+    assert (info["check_cover"], info["verify"], info["toy"]) == (False, "received", 1)
     assert client.calls == ["init"]
 
 
@@ -616,6 +647,7 @@ def test_failed_worker_decides_the_outcome(make_client, make_engine, touched, ou
 
     def update(info):
         worker = client.workers[0]
+        worker.peer.send(Placed(round=1, kinds="rr", parts=[], not_in_place={}))
         worker.peer.send(Ready(round=1, knows_metadata=True))
         worker.take(Go)
         worker.peer.send(Failed(round=1, error=error_to_wire(PlanError("no such layer", param="b"))))
@@ -868,6 +900,205 @@ def test_update_that_stays_open_names_the_engine(make_client, make_engine):
         engine.send_weights()
     assert (caught.value.engine, caught.value.outcome) == ("e0", Outcome.UNCHANGED)
     assert "update" not in client.calls
+
+
+# --- verification ----------------------------------------------------------------------------------------------
+
+
+def wrong(worker, index=0):
+    """Has `worker` find one byte of a parameter changed."""
+    digests = worker.digests
+
+    def changed():
+        worker.received[index] = bytes([worker.received[index][0] ^ 1]) + worker.received[index][1:]
+        return digests()
+
+    worker.digests = changed
+
+
+def sent_digest(data):
+    return digest_bytes(bytes(data))
+
+
+def test_committed_round_says_what_was_verified(make_client, make_engine):
+    """The report has the mode, what no rank of an engine took, and what each worker has not written in place."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    client.workers[0].placed = {"kinds": "wn", "parts": [], "not_in_place": {"fp8": ["layers.0"]}}
+    client.workers[1].placed = {"kinds": "rn", "parts": [], "not_in_place": {}}
+    for worker in client.workers:
+        worker.digests = lambda worker=worker: [digest_bytes(worker.received[0])]
+    report = engine.send_weights()
+    assert (report.verify, report.ignored) == ("full", ("b",))
+    assert [worker.not_in_place for worker in report.workers] == [{"fp8": ["layers.0"]}, {}]
+
+
+@pytest.mark.parametrize("kind", ["r", "w"])
+def test_byte_that_changed_fails_the_round(make_client, make_engine, kind):
+    """A worker that has not what was sent ends the round, poisoned: no version is published, and the workers hear why."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    for worker in client.workers:
+        worker.placed = {"kinds": kind * 2, "parts": [], "not_in_place": {}}
+        worker.touched = True
+    wrong(client.workers[1], 1)
+    with pytest.raises(IntegrityError, match="parameter 'b': expected digest") as caught:
+        engine.send_weights()
+    error = caught.value
+    assert (error.phase, error.outcome, error.backend, error.round) == ("finish", Outcome.POISONED, "toy", 1)
+    assert (error.side, error.engine, error.rank, error.param) == ("worker", "e0", 1, "b")
+    assert f"as sent, got {sent_digest([0, 2, 3]):016x} over the bytes" in error.message
+    for worker in client.workers:
+        assert [type(message) for message in worker.heard] == [Metadata, Go, Abort]
+        assert isinstance(error_from_wire(worker.heard[-1].error), IntegrityError)
+    client.workers[1].digests = type(client.workers[1]).digests.__get__(client.workers[1])
+    for worker in client.workers:
+        worker.inbox = queue.Queue()
+        worker.open = False
+    assert engine.send_weights().round == 2
+
+
+def test_parts_of_all_ranks_make_up_what_was_sent(make_client, make_engine):
+    """Ranks that have different parts of a parameter pass where these add up, and not where one of them is wrong."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    one, other = client.workers
+    one.placed = {"kinds": "pw", "parts": [[0, 1, 5]], "not_in_place": {}}
+    other.placed = {"kinds": "pw", "parts": [[0, 1, 6]], "not_in_place": {}}
+    one.digests = lambda: [digest_bytes(one.received[0][:4]), digest_bytes(one.received[1])]
+    other.digests = lambda: [digest_bytes(other.received[0][4:], 4), digest_bytes(other.received[1])]
+    engine.send_weights()
+    assert [worker.go.received for worker in client.workers] == [[], []]
+    other.digests = lambda: [digest_bytes(other.received[0][:4]), digest_bytes(other.received[1])]
+    with pytest.raises(
+        IntegrityError, match=r"over the bytes of its parts installed on worker rank 0 .* worker rank 1"
+    ):
+        engine.send_weights()
+
+
+def test_parts_that_do_not_make_up_a_parameter_are_verified_as_received(make_client, make_engine):
+    """Where parts cannot be added up to the whole, all workers hear so with `Go`, and digest what they receive."""
+    client = make_client(ranks=(*TWO, ("e1", 0, 1)))
+    engine = make_engine(client)
+    client.workers[1].placed = {"kinds": "rp", "parts": [[1, 2, 0]], "not_in_place": {}}
+    engine.send_weights()
+    assert [worker.go.received for worker in client.workers] == [[1]] * 3
+    wrong(client.workers[1], 1)
+    with pytest.raises(IntegrityError, match="over the bytes received by worker rank 1"):
+        engine.send_weights()
+
+
+def test_what_a_worker_casts_is_verified_as_received(make_client, make_engine):
+    """A worker that holds another dtype than the wire's cannot digest what it has installed; where all hold it, it can."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    client.workers[0].placed = {"kinds": "wp", "parts": [[1, 3, 0]], "not_in_place": {}}
+    client.workers[0].casts = {"a": "bfloat16"}
+    engine.send_weights()
+    assert [worker.go.received for worker in client.workers] == [[0], [0]]
+    client.workers[1].casts = {"a": "bfloat16"}
+    engine.send_weights()
+    assert [worker.go.received for worker in client.workers] == [[], []]
+
+
+def test_session_that_verifies_nothing_commits_what_it_has(make_client, make_engine):
+    """With `off` nobody digests anything, and a worker need not send digests; what it has placed does not matter."""
+    client = make_client()
+    engine = make_engine(client, verify="off")
+    client.workers[0].placed = {"kinds": "rp", "parts": [[1, 2, 0]], "not_in_place": {}}
+    assert engine.send_weights().verify == "off"
+    assert client.workers[0].go.received == []
+
+
+@pytest.mark.parametrize("verify", ["full", "received", "off"])
+def test_worker_that_says_nothing_of_its_digests_is_refused(make_client, make_engine, verify):
+    """A worker that is ready without having said what it digests is named before a byte moves, whatever is verified."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client, verify=verify)
+    client.workers[1].place = lambda number, digest: None
+    with pytest.raises(AgreementError, match=r"worker rank 1 of engine e0 .*: expected 'placed' before") as caught:
+        engine.send_weights()
+    assert (caught.value.engine, caught.value.rank, caught.value.outcome) == ("e0", 1, Outcome.UNCHANGED)
+    assert Go not in [type(message) for message in client.workers[0].heard]
+
+
+def test_placement_of_other_parameters_is_refused(make_client, make_engine):
+    """One that does not fit the metadata is an error that names worker and field, before a byte moves."""
+    client = make_client()
+    engine = make_engine(client)
+    client.workers[0].placed = {"kinds": "r", "parts": [], "not_in_place": {}}
+    with pytest.raises(
+        AgreementError, match=r"placed\.kinds: expected one for each of the 2 parameters, got 1"
+    ) as caught:
+        engine.send_weights()
+    assert (caught.value.rank, caught.value.outcome) == (0, Outcome.UNCHANGED)
+
+
+def test_placement_counts_until_another_is_said(make_client, make_engine):
+    """What a worker has said holds for later rounds of the same parameters; what it says anew replaces it."""
+    client = make_client()
+    engine = make_engine(client)
+    worker = client.workers[0]
+    engine.send_weights()
+    engine.send_weights()
+    worker.placed = {"kinds": "wn", "parts": [], "not_in_place": {"fp8": ["layers.0"]}}
+    worker.digests = lambda: [digest_bytes(worker.received[0])]
+    assert engine.send_weights().ignored == ("b",)
+    assert engine.send_weights().workers[0].not_in_place == {"fp8": ["layers.0"]}
+
+
+def test_placement_of_a_draft_model_is_its_own(make_client, make_engine):
+    """Target and draft may have the same parameters, and other places for them: each counts in its own rounds."""
+    client = make_client()
+    engine = make_engine(client)
+    worker = client.workers[0]
+    engine.send_weights()
+    client.is_draft = True
+    worker.placed = {"kinds": "rn", "parts": [], "not_in_place": {}}
+    whole = worker.digests
+    worker.digests = lambda: whole()[:1]
+    assert engine.send_weights().ignored == ("b",)
+    client.is_draft = False
+    worker.place = lambda number, digest: None
+    worker.digests = whole
+    assert engine.send_weights().ignored == ()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+def test_placement_of_a_failed_round_counts(make_client, make_engine, until, late):
+    """A worker says it once, also in a round that fails meanwhile, or has failed already: the next round knows it."""
+    client = make_client()
+    engine = make_engine(client)
+    worker = client.workers[0]
+
+    def update(info):
+        worker.peer.send(Ready(round=1, knows_metadata=False))
+        worker.metadata = worker.take(Metadata)
+        worker.knows.add(info["metadata_digest"])
+        if not late:
+            worker.place(1, info["metadata_digest"])
+        raise TransportError("500, for another reason")
+
+    usual, client.update_weights = client.update_weights, update
+    with pytest.raises(TransportError, match="another reason"):
+        engine.send_weights()
+    if late:
+        worker.place(1, next(iter(worker.knows)))
+    until(lambda: engine._session.workers[0].placed)
+    client.update_weights = usual
+    worker.inbox = queue.Queue()
+    assert engine.send_weights().round == 2
+
+
+def test_other_number_of_digests_than_announced_fails_the_round(make_client, make_engine):
+    """A worker that posts other digests than it has placed is an agreement error, after its bytes have changed."""
+    client = make_client()
+    engine = make_engine(client)
+    client.workers[0].touched = True
+    client.workers[0].digests = lambda: [1]
+    with pytest.raises(AgreementError, match=r"finishing\.digests: expected 2, .* got 1") as caught:
+        engine.send_weights()
+    assert (caught.value.phase, caught.value.outcome) == ("finish", Outcome.POISONED)
 
 
 # --- the end ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def test_metadata_is_that_of_the_source_in_order():
     assert metadata.dtype_names == ("bfloat16", "float32", "int8")
     assert metadata.shapes == ((3, 2), (), (5,))
     assert metadata.sizes_bytes == (12, 4, 5)
+    assert metadata.num_elements == (6, 1, 5)
     rows = [("a", "bfloat16", (3, 2), 0), ("b", "float32", (), 0), ("c", "int8", (5,), 2)]
     assert metadata.digest == metadata_digest(rows)
 
@@ -62,6 +63,7 @@ def test_cast_metadata_have_the_dtypes_of_the_wire():
     cast = metadata.cast({"b": "bfloat16", "a": "float32"})
     assert cast.dtype_names == ("float32", "bfloat16", "int8")
     assert cast.sizes_bytes == (24, 2, 5)
+    assert cast.num_elements == (6, 1, 5)
     assert (cast.names, cast.shapes, cast.roots) == (metadata.names, metadata.shapes, metadata.roots)
     assert cast.digest != metadata.digest
 

@@ -22,10 +22,17 @@ def report():
         seconds={"update": 0.02, "total": 0.025},
         workers=(
             WorkerReport(
-                engine="a", rank=0, num_bytes=5_000_000, seconds={"receive": 0.01}, not_synced=["lm_head.weight"]
+                engine="a",
+                rank=0,
+                num_bytes=5_000_000,
+                seconds={"receive": 0.01},
+                not_synced=["lm_head.weight"],
+                not_in_place={"quantized by fp8": ["layers.0.mlp"]},
             ),
             WorkerReport(engine="a", rank=1, num_bytes=5_000_000, seconds={}, not_synced=[]),
         ),
+        verify="received",
+        ignored=("rotary.inv_freq",),
         covered={"lm_head.weight": "model.embed_tokens.weight"},
         notes=("a cache was not reset",),
     )
@@ -41,7 +48,7 @@ def test_report_survives_json(report):
 
 def test_report_without_notes_or_version_survives_json(report):
     """What is empty by default is so again after the wire."""
-    plain = dataclasses.replace(report, notes=(), version=None, workers=())
+    plain = dataclasses.replace(report, notes=(), ignored=(), version=None, workers=())
     assert TransferReport.from_dict(json.loads(json.dumps(plain.to_dict()))) == plain
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from wt_common import PlanError
+from wt_common.digest import digest_bytes
 from wt_common.packing import Piece
 from wt_trainer import ParamMeta, WeightSource
 from wt_trainer.metadata import RoundMetadata
@@ -24,13 +25,14 @@ TENSORS = {"a": torch.tensor([1.0, 2.0]), "c": torch.tensor([3.0, 4.0])}
 class Source(WeightSource):
     """`TENSORS`, or what a test puts in their place."""
 
-    def __init__(self, items=None, owned=None):
+    def __init__(self, items=None, owned=None, metas=METAS):
         self.items = list(TENSORS.items()) if items is None else items
         self.owned = owned
+        self.metas = metas
 
     @cached_property
     def metadata(self):
-        return METAS
+        return self.metas
 
     def owned_names(self, rank):
         return super().owned_names(rank) if self.owned is None else self.owned
@@ -39,9 +41,10 @@ class Source(WeightSource):
         yield from self.items
 
 
-def stream_of(source, rank=0):
+def stream_of(source, rank=0, *, casts=None, round_=None, digest=True):
     metadata = RoundMetadata.of(source, 2)
-    return CheckedStream(source, metadata, metadata, rank, Round(1, 10, threading.Condition()))
+    round_ = round_ or Round(1, 10, threading.Condition())
+    return CheckedStream(source, metadata, metadata.cast(casts or {}), rank, round_, digest=digest)
 
 
 def whole(index):
@@ -113,3 +116,73 @@ def test_write_to_a_lent_tensor_is_found():
         loan.check()
     stream.piece(whole(2))
     assert stream.lent() == []
+
+
+# --- digests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def round_():
+    return Round(1, 10, threading.Condition())
+
+
+def bytes_of(tensor):
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def test_digest_is_over_the_bytes_of_the_wire(round_):
+    """What this rank is the root of is digested as it goes out, after the cast; what another rank sends is not."""
+    tensors = {
+        "a": torch.tensor([1.5, -2.0]),
+        "b": torch.tensor([1, 2, 3], dtype=torch.int8),
+        "c": torch.tensor([3.0, 4.0]),
+    }
+    stream = stream_of(Source(tensors.items(), owned=["a", "b", "c"]), casts={"a": "bfloat16"}, round_=round_)
+    stream.finish()
+    assert round_.digests == {
+        0: digest_bytes(bytes_of(tensors["a"].to(torch.bfloat16))),
+        2: digest_bytes(bytes_of(tensors["c"])),
+    }
+
+
+def test_each_rank_digests_what_it_is_the_root_of(round_):
+    """Another rank has the digests of its own parameters, by their places in the metadata."""
+    tensors = {
+        "a": torch.tensor([1.0, 2.0]),
+        "b": torch.tensor([1, 2, 3], dtype=torch.int8),
+        "c": torch.tensor([3.0, 4.0]),
+    }
+    stream_of(Source(tensors.items(), owned=["a", "b", "c"]), rank=1, round_=round_).finish()
+    assert round_.digests == {1: digest_bytes(bytes([1, 2, 3]))}
+
+
+def test_digest_is_there_before_the_bytes_are(round_):
+    """When a piece can be had, its parameter's digest is there: nothing is sent that is not digested."""
+    stream = stream_of(Source(), round_=round_)
+    stream.piece(Piece(0, 4, 4, 0))
+    assert list(round_.digests) == [0]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(12.0).reshape(3, 4).T, torch.arange(13.0)[1:].reshape(4, 3), torch.arange(24.0)[::2].reshape(4, 3)],
+    ids=["transposed", "offset", "strided"],
+)
+def test_digest_does_not_depend_on_the_layout(round_, tensor):
+    """A tensor that is not contiguous, or begins anywhere, has the digest of its bytes in row-major order."""
+    source = Source([("a", tensor)], metas=[ParamMeta("a", torch.float32, (4, 3))])
+    stream_of(source, round_=round_).finish()
+    assert round_.digests == {0: digest_bytes(bytes_of(tensor))}
+
+
+def test_parameter_without_elements_has_digest_0(round_):
+    """Nothing is 0, as in the definition."""
+    source = Source([("a", torch.zeros(0, 4))], metas=[ParamMeta("a", torch.float32, (0, 4))])
+    stream_of(source, round_=round_).finish()
+    assert round_.digests == {0: 0}
+
+
+def test_nothing_is_digested_unless_it_is_verified(round_):
+    """A session that verifies nothing costs nothing."""
+    stream_of(Source(), round_=round_, digest=False).finish()
+    assert round_.digests == {}

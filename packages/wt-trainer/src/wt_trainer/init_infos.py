@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from wt_common import MAX_TIMEOUT_S, ConfigurationError
+from wt_common.broadcast import VERIFY
 from wt_trainer.engine import TrainerInitInfo
 
 __all__ = ["DenseBroadcastFields", "GlooTrainerInitInfo", "SessionFields"]
@@ -21,6 +22,14 @@ class SessionFields:
         world_size: 1 + all worker ranks, which is then checked; None takes as many as the servers say they have.
         timeout_s: seconds for a whole round, and for the init; the client's own timeout, if shorter, wins.
         check_cover: refuse a round that would leave a layer of a model partly loaded.
+        verify: which bytes must have the digests of those that were sent before a round commits; the same on every trainer rank.
+            `"full"`: those in the model's own memory, of every parameter that the worker writes in place, and those received of
+            all others, which a loader then changes in ways of its own. It proves that the model has what was sent, and costs each
+            worker one pass over its own weights.
+            `"received"`: those received, of all. It proves the way to the worker, not what became of them there, and costs each
+            worker one pass over all that it receives, also what it keeps only a part of.
+            `"off"`: none. It proves nothing beyond what the transport does.
+            With the first two a data sender makes one pass over what it sends, ahead of the sending.
         process_group: group of the trainer ranks, in their order, over which the sender tells the others where it
             listens; None is the default group, if there is one.
         session_secret: hex key for trainer ranks that share no group: with it, and the same `master_address` and
@@ -37,6 +46,7 @@ class SessionFields:
     world_size: int | None = None
     timeout_s: float = field(default=300.0, kw_only=True)
     check_cover: bool = field(default=True, kw_only=True)
+    verify: str = field(default="full", kw_only=True)
     process_group: Any = field(default=None, kw_only=True, repr=False)
     session_secret: str | None = field(default=None, kw_only=True, repr=False)
     num_trainer_ranks: int | None = field(default=None, kw_only=True)
@@ -52,6 +62,10 @@ class SessionFields:
             )
         if self.master_port is not None and not 0 < self.master_port < 65536:
             raise ConfigurationError(f"master_port: expected 1 to 65535, got {self.master_port}", side="trainer")
+        if self.verify not in VERIFY:
+            raise ConfigurationError(
+                f"verify: expected one of {', '.join(map(repr, VERIFY))}, got {self.verify!r}", side="trainer"
+            )
         if self.num_trainer_ranks is not None and self.num_trainer_ranks < 1:
             raise ConfigurationError(
                 f"num_trainer_ranks: expected at least 1, got {self.num_trainer_ranks}", side="trainer"

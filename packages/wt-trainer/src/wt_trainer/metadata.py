@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 from math import prod
 
@@ -35,6 +36,17 @@ class RoundMetadata:
     def __post_init__(self) -> None:
         rows = zip(self.names, self.dtype_names, self.shapes, self.roots, strict=True)
         object.__setattr__(self, "digest", metadata_digest(rows))
+
+    @cached_property
+    def num_elements(self) -> tuple[int, ...]:
+        """How many elements each parameter has."""
+        return tuple(prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype of each parameter."""
+        known = {name: getattr(torch, name) for name in set(self.dtype_names)}
+        return tuple(known[name] for name in self.dtype_names)
 
     @classmethod
     def of(cls, source: WeightSource, num_ranks: int) -> RoundMetadata:

@@ -15,7 +15,8 @@ class WorkerReport:
     """One worker rank's part of a round.
 
     `num_bytes` is what it received, `seconds` its own phases, `not_synced` the model's parameters that the round did not
-    touch (a trainer may leave some out on purpose; nobody should overlook it).
+    touch (a trainer may leave some out on purpose; nobody should overlook it), `not_in_place` the layers that were not written
+    in place, by the reason: they are installed by the model's own loader, which is slower, and verified as received.
     """
 
     engine: str
@@ -23,6 +24,7 @@ class WorkerReport:
     num_bytes: int
     seconds: dict[str, float]
     not_synced: list[str]
+    not_in_place: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class TransferReport:
         num_bytes: bytes sent once on the wire by the data senders together (each worker receives as many).
         seconds: wall seconds per phase on the sender (`pause`, `start`, `update`, `finish`, `resume`), and `total`.
         workers: one entry per worker rank.
+        verify: which digests were compared before the commit (see `SessionFields.verify`).
+        ignored: parameters that were sent, and of which no rank of some engine has taken a byte. Known where `verify` is "full".
         covered: the model's names that were not sent since another name has the same tensor (tied), each with that name.
         notes: what the user should know about a round that committed all the same (a label or cache that could not be reset).
     """
@@ -52,6 +56,8 @@ class TransferReport:
     num_bytes: int
     seconds: dict[str, float]
     workers: tuple[WorkerReport, ...]
+    verify: str
+    ignored: tuple[str, ...] = ()
     covered: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
@@ -67,9 +73,14 @@ class TransferReport:
     @classmethod
     def from_dict(cls, payload: dict[str, Any]) -> TransferReport:
         """The report that `to_dict` described."""
-        workers = tuple(WorkerReport(**worker) for worker in payload["workers"])
         return cls(
-            **{**payload, "workers": workers, "outcome": Outcome(payload["outcome"]), "notes": tuple(payload["notes"])}
+            **{
+                **payload,
+                "outcome": Outcome(payload["outcome"]),
+                "workers": tuple(WorkerReport(**worker) for worker in payload["workers"]),
+                "ignored": tuple(payload["ignored"]),
+                "notes": tuple(payload["notes"]),
+            }
         )
 
     def __str__(self) -> str:

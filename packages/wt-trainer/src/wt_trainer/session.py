@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wt_common import AgreementError, ConfigurationError, PeerLostError, Side, StaleSessionError, WeightTransferError
 from wt_common.errors import error_from_wire, error_to_wire
@@ -26,8 +26,10 @@ from wt_common.session import (
     Hello,
     Leave,
     Message,
+    Placed,
     Position,
     Refused,
+    Sent,
     State,
     StoreSet,
     Welcome,
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE_S = 2.0  # for a stranger to prove itself; a peer of ours needs one round trip
 _MAX_PENDING_HANDSHAKES = 64  # threads that strangers may occupy at once; a peer that finds them full tries again
 _ACCEPT_RETRY_S = 0.1  # for files to be closed meanwhile
+_MAX_LATE_ROUNDS = 8  # a worker that is this far behind is lost before
 _NOTIFY_S = 0.5  # for a message to a peer that may be frozen, where the round has failed already
 MAX_RANKS = 1 << 16
 """Ranks of one engine, or of the trainer: more than any cluster has, and few enough to be listed in an error."""
@@ -51,11 +54,15 @@ MAX_RANKS = 1 << 16
 
 @dataclass(eq=False)
 class Peer:
-    """One connected process: a worker rank, or another trainer rank."""
+    """One connected process: a worker rank, or another trainer rank.
+
+    `placed` has what a worker said last of parameters; they are named by their metadata's digest, and whether they are a draft's.
+    """
 
     hello: Hello
     connection: Connection
     lost: Exception | None = None
+    placed: dict[tuple[str, bool], Placed] = field(default_factory=dict)
 
     @property
     def is_worker(self) -> bool:
@@ -116,6 +123,7 @@ class Session:
         self.round: Round | None = None
         self.refusal: WeightTransferError | None = None
         self._last_round = -1
+        self._placing: dict[int, tuple[str, bool]] = {}  # by round, the key in `Peer.placed` of what it sends
         self._early: list[
             tuple[Peer, Message]
         ] = []  # of a round that another trainer rank has begun and this one has not
@@ -212,6 +220,12 @@ class Session:
             if peer.lost is None:
                 with suppress(WeightTransferError):
                     peer.connection.send(message, timeout_s=_NOTIFY_S)
+
+    def expect_placed(self, number: int, metadata_digest: str, *, is_draft: bool) -> None:
+        """Round `number`, in which no worker has been called so far, sends the parameters that `metadata_digest` names."""
+        with self.changed:
+            self._placing = {old: key for old, key in self._placing.items() if old > number - _MAX_LATE_ROUNDS}
+            self._placing[number] = metadata_digest, is_draft
 
     @contextmanager
     def running(self, number: int, timeout_s: float) -> Iterator[Round]:
@@ -349,6 +363,11 @@ class Session:
             return
         number = getattr(message, "round", None)
         with self.changed:
+            if isinstance(message, Placed):
+                # Also of a round that is over: the worker does not say it again.
+                if message.round in self._placing:
+                    peer.placed[self._placing[message.round]] = message
+                return
             if self.round is not None and number == self.round.number:
                 self._file(self.round, peer, message)
                 return
@@ -356,7 +375,7 @@ class Session:
                 self._early.append((peer, message))
                 return
         if not isinstance(
-            message, (Ended, Failed, Credit, Position, State)
+            message, (Credit, Ended, Failed, Position, Sent, State)
         ):  # those need no answer: their sender waits for nothing
             stale = StaleSessionError(f"round {number} is over (session {self.id})", side=Side.TRAINER, round=number)
             self.notify([peer], Abort(round=int(number or 0), error=error_to_wire(stale)))

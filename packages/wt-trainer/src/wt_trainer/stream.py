@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from wt_common import PlanError, Side
 from wt_common.packing import Piece
+from wt_trainer.digest import tensor_digest
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
 from wt_trainer.source import WeightSource
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Ranks in step are a parameter or two apart; those without collectives may be far, which does not matter.
 _RUN_TO_S = 0.2
 _END = object()  # of a source's iterator
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Loan:
@@ -44,18 +46,32 @@ class Loan:
 
 
 class CheckedStream:
-    """The parameters that this rank's source yields, each checked against `metadata` and cast to its dtype in `wire`."""
+    """The parameters that this rank's source yields, each checked against `metadata` and cast to its dtype in `wire`.
+
+    With `digest`, `round_.digests` gets the digest of each that this rank is the root of, before its bytes can be sent: a worker
+    then finds out also about bytes that changed here on their way. It is over what the source yields, except for small parameters
+    (`copy_whole`), whose digest is over their bytes in the buffer that they are sent from.
+    """
 
     def __init__(
-        self, source: WeightSource, metadata: RoundMetadata, wire: RoundMetadata, rank: int, round_: Round
+        self,
+        source: WeightSource,
+        metadata: RoundMetadata,
+        wire: RoundMetadata,
+        rank: int,
+        round_: Round,
+        *,
+        digest: bool,
     ) -> None:
         self._round = round_
+        self._rank = rank
+        self.is_digested = digest
         self._metadata = metadata
         self._wire = wire
         self._expected = _owned_places(source.owned_names(rank), metadata, rank)
         self._items: Iterator[Any] = iter(source.iter_full())
         self._position = -1
-        self._tensor = self._flat = torch.empty(0, dtype=torch.uint8)
+        self._tensor = self._flat = _NOTHING
 
     @property
     def current(self) -> str:
@@ -71,6 +87,24 @@ class CheckedStream:
         while self._position < 0 or self._expected[self._position] < piece.index:
             self._advance()
         return self._flat[piece.start : piece.start + piece.num_bytes]
+
+    def copy_whole(self, index: int, target: torch.Tensor) -> None:
+        """Parameter `index`, a later one than the current, is in `target`, which has its dtype on the wire and its shape.
+
+        Its digest is left to the caller (`take_digests`): for one tensor of many it costs more than all else.
+
+        Raises:
+            PlanError: what the source yields differs from its metadata.
+        """
+        while self._expected[self._position + 1] < index:
+            self._advance()
+        self._take()
+        self._flat = _NOTHING
+        target.copy_(self._tensor.detach() if self._tensor.requires_grad else self._tensor)
+
+    def take_digests(self, indexes: Sequence[int], digests: Sequence[int]) -> None:
+        """The digests of parameters that were copied whole, and that this rank is the root of."""
+        self._round.digests.update(zip(indexes, digests, strict=True))
 
     def lent(self) -> list[Loan]:
         """The current parameter, if its bytes are the source's own memory."""
@@ -100,28 +134,51 @@ class CheckedStream:
             logger.exception("the source failed at %r after the round had", self.current)
 
     def _advance(self) -> None:
+        """The source's next parameter is the current one, its bytes are at hand, and digested."""
+        self._take()
+        index = self._expected[self._position]
+        tensor = self._tensor.detach().resolve_neg().resolve_conj()
+        # Cast where the tensor is, then move: half the bytes to move where float32 becomes bfloat16.
+        cast = tensor.to(self._wire.dtypes[index]).to("cpu")
+        self._flat = cast.contiguous().reshape(-1).view(torch.uint8)
+        if self.is_digested and self._metadata.roots[index] == self._rank:
+            self._round.digests[index] = tensor_digest(self._flat) if self._flat.numel() else 0
+
+    def _take(self) -> None:
+        """The source's next parameter is the current one. A model may have 30,000 of them: 2 microseconds each."""
         index = self._expected[self._position + 1]
         self._round.begin_parameter(index)
         self._position += 1
-        name = self._metadata.names[index]
+        metadata = self._metadata
         item = next(self._items, _END)
+        if isinstance(item, tuple) and len(item) == 2 and item[0] == metadata.names[index]:
+            tensor = item[1]
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.dtype == metadata.dtypes[index]
+                and tensor.shape == metadata.shapes[index]
+                and tensor.layout == torch.strided
+                and not tensor.is_meta
+            ):
+                self._tensor = tensor
+                return
+        self._refuse(item, index)
+
+    def _refuse(self, item: Any, index: int) -> NoReturn:
+        """Say how `item`, which the source yields, differs from parameter `index` of the metadata."""
+        metadata = self._metadata
+        name = metadata.names[index]
         if item is _END:
             raise _plan_error(name, f"the source ended before parameter {name!r}, which its metadata declares")
         got, tensor = _checked_item(item, name)
         if got != name:
             raise _plan_error(name, f"expected parameter {name!r} next, as in the metadata, the source yields {got!r}")
-        dtype_name, shape = self._metadata.dtype_names[index], self._metadata.shapes[index]
-        if str(tensor.dtype).rpartition(".")[2] != dtype_name or tuple(tensor.shape) != shape:
-            raise _plan_error(
-                name,
-                f"parameter {name!r}: the metadata declares {dtype_name} {list(shape)}, the source yields "
-                f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}; metadata hold for a source's life, so "
-                "make a new one when they change",
-            )
-        self._tensor = tensor
-        # Cast where the tensor is, then move: half the bytes to move where float32 becomes bfloat16.
-        cast = tensor.detach().to(getattr(torch, self._wire.dtype_names[index])).to("cpu")
-        self._flat = cast.contiguous().reshape(-1).view(torch.uint8)
+        raise _plan_error(
+            name,
+            f"parameter {name!r}: the metadata declares {metadata.dtype_names[index]} {list(metadata.shapes[index])}, the "
+            f"source yields {str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}; metadata hold for a source's life, so "
+            "make a new one when they change",
+        )
 
 
 def _owned_places(owned: list[str], metadata: RoundMetadata, rank: int) -> list[int]:
@@ -130,6 +187,8 @@ def _owned_places(owned: list[str], metadata: RoundMetadata, rank: int) -> list[
     Raises:
         PlanError: they are no part of the metadata in their order, or lack what this rank must send.
     """
+    if tuple(owned) == metadata.names:
+        return list(range(len(owned)))
     places = {name: index for index, name in enumerate(metadata.names)}
     result: list[int] = []
     for name in owned:
@@ -150,8 +209,8 @@ def _checked_item(item: Any, expected: str) -> tuple[str, torch.Tensor]:
     """What the source yielded, which must be a name and a dense tensor that holds data."""
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
         tensor = item[1]
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
-            return item[0], tensor.resolve_neg().resolve_conj()
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            return item[0], tensor
     raise _plan_error(
         expected,
         f"the source yields {type(item).__name__} {item!r:.80} where parameter {expected!r} is next; expected (name, tensor), a "

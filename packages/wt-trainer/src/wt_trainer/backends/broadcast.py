@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from wt_common import Side, TransportError, WeightTransferError
-from wt_common.packing import DIRECT_BYTES, Group, operations, plan_groups
+from wt_common.packing import Group, plan_groups
 from wt_common.session import Credit, Enter, Go
 from wt_trainer.channels.gloo import GlooChannel
 from wt_trainer.follower import FollowerSession
@@ -28,6 +28,7 @@ from wt_trainer.lifecycle import SessionTrainerEngine
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
 from wt_trainer.session import Session
+from wt_trainer.staging import Staging
 from wt_trainer.stream import CheckedStream, Loan
 from wt_trainer.threads import run_in_thread
 
@@ -45,8 +46,8 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
     def __init__(self, init_info: GlooTrainerInitInfo, **kwargs: Any) -> None:
         super().__init__(init_info, **kwargs)
         self._channel: GlooChannel | None = None
-        self._staging: list[torch.Tensor] = []
-        self._groups: tuple[RoundMetadata | None, tuple[Group, ...]] = (None, ())
+        self._staging = Staging(init_info.packed_buffer_size_bytes, init_info.packed_num_buffers)
+        self._planned: tuple[RoundMetadata, dict[str, str], RoundMetadata, tuple[Group, ...]] | None = None
         self._stream: CheckedStream | None = None
 
     def _init_fields(self) -> dict[str, Any]:
@@ -56,9 +57,11 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             "num_buffers": self.init_info.packed_num_buffers,
         }
 
-    def _transmit(self, session: Session, round_: Round, metadata: RoundMetadata, casts: dict[str, str]) -> int:
-        wire = metadata.cast(casts)
-        groups, workers = self._plan(wire), session.workers
+    def _transmit(
+        self, session: Session, round_: Round, metadata: RoundMetadata, casts: dict[str, str], received: list[int]
+    ) -> int:
+        wire, groups = self._plan(metadata, casts)
+        workers = session.workers
         if self._channel is None:
             self._epoch += 1
         go = Go(
@@ -68,6 +71,7 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
             world_size=1 + len(workers),
             remaining_s=round_.remaining_s,
             casts=casts,
+            received=received,
         )
         session.send(session.followers, go)
         for index, peer in enumerate(workers):
@@ -88,8 +92,8 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         if go.epoch != self._epoch:
             self._channel = None
             self._epoch = go.epoch
-        wire = metadata.cast(go.casts)
-        pipeline = _Pipeline(round_, self._plan(wire), self.rank)
+        wire, groups = self._plan(metadata, go.casts)
+        pipeline = _Pipeline(round_, groups, self.rank)
 
         def announce(number: int) -> None:
             session.send(Credit(round=round_.number, limit=number + 1))
@@ -105,23 +109,24 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
     def _end_transfer(self, *, failed: bool) -> None:
         if failed:
             # A broadcast that was abandoned may still read the staging buffers: drop both, and start anew next time.
-            self._staging = []
+            self._staging.clear()
             if self._channel is not None:
                 self._channel.close()
                 self._channel = None
 
-    def _plan(self, wire: RoundMetadata) -> tuple[Group, ...]:
-        planned_for, groups = self._groups
-        if planned_for != wire:
+    def _plan(self, metadata: RoundMetadata, casts: dict[str, str]) -> tuple[RoundMetadata, tuple[Group, ...]]:
+        """What goes over the wire, and in which groups; worked out anew when it is new."""
+        if self._planned is None or self._planned[:2] != (metadata, casts):
             fields = self._init_fields()
+            wire = metadata.cast(casts)
             groups = plan_groups(
                 wire.sizes_bytes,
                 max_bytes=fields["max_group_bytes"],
                 max_pieces=fields["max_group_pieces"],
                 roots=wire.roots,
             )
-            self._groups = (wire, groups)
-        return groups
+            self._planned = (metadata, casts, wire, groups)
+        return self._planned[2:]
 
     # --- the calling thread ------------------------------------------------------------------------------------
 
@@ -130,27 +135,13 @@ class GlooTrainerWeightTransferEngine(SessionTrainerEngine[GlooTrainerInitInfo])
         source = self._round_source
         assert source is not None  # its metadata were taken
         num_buffers = self.init_info.packed_num_buffers
-        self._stream = stream = CheckedStream(source, metadata, wire, self.rank, round_)
-        for count, (number, group) in enumerate(pipeline.own):
+        self._stream = stream = CheckedStream(source, metadata, wire, self.rank, round_, digest=self._verifies)
+        for count, (number, _) in enumerate(pipeline.own):
             pipeline.wait_sent(count - num_buffers + 1)
-            buffers, lent = [], []
-            for pieces in operations(group):
-                if pieces[0].num_bytes >= DIRECT_BYTES:
-                    buffers.append(stream.piece(pieces[0]))
-                    lent += stream.lent()
-                else:
-                    staging = self._staging_buffer(count % num_buffers)
-                    for piece in pieces:
-                        staging[piece.offset : piece.offset + piece.num_bytes].copy_(stream.piece(piece))
-                    buffers.append(staging[pieces[0].offset : pieces[-1].offset + pieces[-1].num_bytes])
+            buffers, lent = self._staging.fill(pipeline.groups, number, count, stream, wire)
             round_.check(lambda: f"the source to reach {stream.current!r}")
             pipeline.mark_ready(number, buffers, lent)
         stream.finish()
-
-    def _staging_buffer(self, slot: int) -> torch.Tensor:
-        while len(self._staging) <= slot:
-            self._staging.append(torch.empty(self.init_info.packed_buffer_size_bytes, dtype=torch.uint8))
-        return self._staging[slot]
 
     # --- the sending thread ------------------------------------------------------------------------------------
 

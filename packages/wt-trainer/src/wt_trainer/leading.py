@@ -1,0 +1,355 @@
+"""The sender's half of a built-in engine: it makes the calls, watches everybody, and decides how a round ends."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from typing import Any
+
+from wt_common import (
+    SCHEMA,
+    AgreementError,
+    ConfigurationError,
+    Outcome,
+    Phase,
+    PlanError,
+    Side,
+    WeightTransferError,
+)
+from wt_common.errors import error_to_wire
+from wt_common.session import (
+    Abort,
+    Committed,
+    Ended,
+    Finishing,
+    Installed,
+    Joined,
+    Position,
+    Ready,
+    RoundOutcome,
+    Sent,
+)
+from wt_trainer.client.protocol import VLLMWeightSyncClient
+from wt_trainer.metadata import RoundMetadata
+from wt_trainer.repair import close_left_open
+from wt_trainer.report import TransferReport, WorkerReport
+from wt_trainer.round import Call, Round
+from wt_trainer.session import Peer, Session, local_address_towards
+from wt_trainer.session_engine import SessionEngine, TInfo, as_ours
+from wt_trainer.source import WeightSource
+from wt_trainer.verify import PlacedRank, Placement, sent_digests
+
+__all__ = ["LeadingEngine"]
+
+logger = logging.getLogger(__name__)
+
+# A failed round raises within 1 s of its deadline, whoever is frozen. Of that, at most:
+_ENDED_GRACE_S = 0.8  # for workers to say how it left them (less where the deadline has passed)
+_LATE_GRACE_S = 0.3
+
+
+class LeadingEngine(SessionEngine[TInfo]):
+    """What trainer rank 0 does: `_connect` in the init, `_lead` in a round."""
+
+    def __init__(self, init_info: TInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None) -> None:
+        super().__init__(init_info, client=client, source=source)
+        self._session: Session | None = None
+        self._placement: Placement | None = None  # of the last round
+        self._check_open = True  # whether a worker may have an update open: until a round has ended well
+
+    # --- init ----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """On the sender: the session is open, sealed, and known to all."""
+        try:
+            self._prepare_metadata()
+            with self._serving.bounded(self._timeout_s):
+                expected = self._expected_workers()
+                hosts = self._serving.control.hosts() if self._serving.control else ()
+                address = self._fields.master_address or local_address_towards(hosts)
+                session = Session(
+                    address,
+                    self._fields.master_port,
+                    secret=self._fields.session_secret,
+                    num_trainer_ranks=self._ranks.count,
+                )
+        except BaseException as exc:
+            self._ranks.share({"error": error_to_wire(exc)})
+            raise
+        self._session = session
+        weakref.finalize(
+            self, session.close
+        )  # an engine that is dropped without shutdown() leaves no socket and no thread
+        with self._serving.bounded(self._timeout_s), session.running(0, self._timeout_s) as round_:
+            where = {"address": session.address, "port": session.port, "secret": session.secret, "session": session.id}
+            self._ranks.share(where)
+            try:
+                payload = self._init_payload(session)
+                call = round_.run(
+                    "init_weight_transfer_engine", lambda: self.client.init_weight_transfer_engine(payload)
+                )
+                call.join(unless=lambda: session.refusal)
+                session.wait_followers(round_, self._ranks.count - 1)
+                session.seal(expected)
+            except BaseException as exc:
+                session.notify(session.followers, RoundOutcome(round=0, error=error_to_wire(as_ours(exc))))
+                raise
+            session.send(session.followers, RoundOutcome(round=0, report={}))
+            self._serving.take_over(session)
+        logger.debug("%s: %r, workers %s", self.backend, session, [str(peer) for peer in session.workers])
+
+    def _init_payload(self, session: Session) -> dict[str, Any]:
+        return {
+            "session_address": session.address,
+            "session_port": session.port,
+            "session_secret": session.secret,
+            "session": session.id,
+            "schema": list(SCHEMA),
+            "timeout_s": self._timeout_s,
+            "check_cover": self._fields.check_cover,
+            "verify": self._fields.verify,
+            **self._init_fields(),
+        }
+
+    def _expected_workers(self) -> int | None:
+        told = self._serving.control.world_size() if self._serving.control else None
+        given = None if self._fields.world_size is None else self._fields.world_size - 1
+        if told is not None and given is not None and told != given:
+            raise ConfigurationError(
+                f"world_size: expected 1 (the sender) + {told} worker ranks that the servers have, got {given + 1}"
+            )
+        return told if given is None else given
+
+    # --- a round -------------------------------------------------------------------------------------------
+
+    def _lead(self, session: Session, version: str | None) -> TransferReport:
+        """The round, on the sender."""
+        with self._serving.bounded(self._timeout_s), session.running(self._round_number, self._timeout_s) as round_:
+            try:
+                with self._serving.held(session, round_):
+                    report = self._run(session, round_, version)
+            except BaseException as exc:
+                error = as_ours(exc).fill(
+                    side=Side.TRAINER,
+                    phase=_error_phase(round_.phase),
+                    backend=self.backend,
+                    round=round_.number,
+                    elapsed_s=round_.elapsed_s,
+                    outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
+                )
+                if round_.outcome is Outcome.POISONED:
+                    problem = self._serving.mark_poisoned(session)
+                    if problem:
+                        error.add_note(f"label not set: the engines publish the version from before ({problem})")
+                run_to = _last_begun(session, round_)
+                outcome = RoundOutcome(round=round_.number, error=error_to_wire(error), run_to=run_to)
+                session.notify(session.followers, outcome)
+                self._run_source_to(run_to)
+                if error is exc or not isinstance(exc, Exception):
+                    raise
+                raise error from exc
+            report.seconds.update(round_.seconds, total=round_.elapsed_s)
+            session.send(session.followers, RoundOutcome(round=round_.number, report=report.to_dict()))
+        return report
+
+    def _run(self, session: Session, round_: Round, version: str | None) -> TransferReport:
+        """The round between pause and resume. Whatever ends it early, the peers hear so, and `round_.outcome` is set."""
+        try:
+            return self._drive(session, round_, version)
+        except BaseException as exc:
+            error = as_ours(exc)
+            if round_.failure is None and (isinstance(error, PlanError) or error is not exc):
+                round_.stopped = True  # our own source: the other ranks' collectives would wait for it in vain
+            self._settle(session, round_, error)
+            if error is exc or not isinstance(exc, Exception):
+                raise
+            raise error from exc
+
+    def _drive(self, session: Session, round_: Round, version: str | None) -> TransferReport:
+        workers = session.workers
+        with round_.timed("start"):
+            if self._check_open:
+                close_left_open(session, round_, self.client)
+            self._check_open = True
+            round_.run("start_weight_update", self.client.start_weight_update).join()
+        with round_.timed("update"):
+            metadata = self._round_metadata()
+            self._compare_sources(session, round_, metadata)
+            session.expect_placed(round_.number, metadata.digest, is_draft=self._is_draft)
+            info = {"session": session.id, "round": round_.number, "metadata_digest": metadata.digest}
+            call = round_.run("update_weights", lambda: self.client.update_weights(info))
+            casts, cast_there = self._agree_on_metadata(session, round_, workers, metadata, call)
+            placement = self._place(workers, metadata, cast_there)
+            received = placement.received if self._verifies else []
+            num_bytes = self._transmit(session, round_, metadata, casts, received)
+            installed = round_.collect(Installed, workers, call)
+            call.join()
+        with round_.timed("finish"):
+            takes_version = _takes_argument(self.client.finish_weight_update)
+            arguments = (version,) if takes_version and version is not None else ()
+            call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
+            finishing = round_.collect(Finishing, workers, call)
+            self._check_digests(session, round_, metadata, placement, finishing)
+            with round_.changed:
+                round_.check()
+                round_.outcome = Outcome.COMMITTED
+            session.send(workers, Committed(round=round_.number))
+            call.join()
+        self._check_open = False
+        self._end_transfer(failed=False)
+        notes = [] if takes_version else ["the client's finish_weight_update takes no version: none was published"]
+        notes += self._serving.reset_caches()
+        return TransferReport(
+            round=round_.number,
+            version=version if takes_version else None,
+            outcome=Outcome.COMMITTED,
+            backend=self.backend,
+            num_parameters=len(metadata.names),
+            num_cast=len(casts),
+            num_bytes=num_bytes,
+            seconds={},
+            workers=tuple(
+                _worker_report(rank, installed[peer.key]) for rank, peer in zip(placement.ranks, workers, strict=True)
+            ),
+            verify=self._fields.verify,
+            ignored=tuple(metadata.names[place] for place in placement.ignored),
+            covered=metadata.covered,
+            notes=tuple(notes),
+        )
+
+    def _compare_sources(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
+        """Every other trainer rank is in the round, with the same metadata; else one that differs says where."""
+        joined = round_.collect(Joined, session.followers)
+        differing = [peer for peer in session.followers if joined[peer.key].metadata_digest != metadata.digest]
+        if differing:
+            session.send(differing, metadata.message(round_.number))
+            round_.wait(lambda: False, lambda: f"{differing[0]} to say where its source differs")
+
+    def _agree_on_metadata(
+        self, session: Session, round_: Round, workers: list[Peer], metadata: RoundMetadata, call: Call
+    ) -> tuple[dict[str, str], list[int]]:
+        """Every worker is in its update call and has checked the metadata against its model.
+
+        Returns:
+            The dtype on the wire of each parameter that all workers hold in one dtype, other than the declared; and the places in
+            the metadata of the parameters that some worker casts, so that its model has other bytes than the wire.
+        """
+        ready = round_.collect(Ready, workers, call)
+        unknowing = [peer for peer in workers if not ready[peer.key].knows_metadata]
+        if unknowing:
+            with round_.changed:
+                for peer in unknowing:
+                    del round_.posts[Ready][peer.key]
+            session.send(unknowing, metadata.message(round_.number))
+            ready = round_.collect(Ready, workers, call)
+        first, *others = (post.casts for post in ready.values())
+        casts = {name: dtype for name, dtype in first.items() if all(other.get(name) == dtype for other in others)}
+        differing = {name for post in ready.values() for name in post.casts.keys() - casts.keys()}
+        return casts, [place for place, name in enumerate(metadata.names) if name in differing] if differing else []
+
+    def _place(self, workers: list[Peer], metadata: RoundMetadata, cast_there: list[int]) -> Placement:
+        """Where the digests belong that the workers will post: as each has said before its `Ready`, or in an earlier round."""
+        key = metadata.digest, self._is_draft
+        for peer in workers:
+            if key not in peer.placed:
+                raise AgreementError(
+                    f"{peer}: expected 'placed' before its first 'ready' for these metadata, got none",
+                    side=Side.WORKER,
+                    engine=peer.hello.engine,
+                    rank=peer.hello.rank,
+                )
+        ranks = [
+            PlacedRank(name=str(peer), engine=peer.hello.engine, rank=peer.hello.rank, placed=peer.placed[key])
+            for peer in workers
+        ]
+        known = self._placement
+        if known is None or (known.names, known.ranks, known.given) != (metadata.names, ranks, cast_there):
+            self._placement = known = Placement(
+                ranks, names=metadata.names, num_elements=metadata.num_elements, given=cast_there
+            )
+        return known
+
+    def _check_digests(
+        self,
+        session: Session,
+        round_: Round,
+        metadata: RoundMetadata,
+        placement: Placement,
+        finishing: dict[tuple[str, str, int], Finishing],
+    ) -> None:
+        """Every trainer rank has sent all of its bytes, and every worker has them, as far as `verify` says."""
+        roots = [peer for peer in session.followers if peer.hello.rank in metadata.roots]
+        sent = round_.collect(Sent, roots)
+        if self._verifies:
+            others = {peer.hello.rank: (str(peer), sent[peer.key].digests) for peer in roots}
+            placement.check(
+                sent_digests(metadata.roots, round_.digests, others),
+                {(engine, rank): post.digests for (_, engine, rank), post in finishing.items()},
+            )
+
+    def _settle(self, session: Session, round_: Round, error: WeightTransferError) -> None:
+        """Tell every peer that the round is over, and find out how that left the workers."""
+        round_.fail(error)
+        self._end_transfer(failed=True)
+        workers = session.workers
+        if round_.outcome is Outcome.COMMITTED:
+            # The verdict is final: a worker must not find an abort behind it. An interrupt may have come before it was sent.
+            session.notify(workers, Committed(round=round_.number))
+            return
+        session.notify([*workers, *session.followers], Abort(round=round_.number, error=error_to_wire(error)))
+        ended = round_.posts.setdefault(Ended, {})
+        positions = round_.posts.setdefault(Position, {})
+        with round_.changed:
+            round_.changed.wait_for(
+                lambda: (
+                    all(peer.key in ended or peer.lost for peer in workers)
+                    and all(peer.key in positions or peer.lost for peer in session.followers)
+                ),
+                min(_ENDED_GRACE_S, round_.remaining_s + _LATE_GRACE_S),
+            )
+            if round_.outcome is None:
+                touched = any(self._may_be_touched(round_, ended.get(peer.key)) for peer in workers)
+                round_.outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
+
+    @staticmethod
+    def _may_be_touched(round_: Round, ended: Any) -> bool:
+        """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
+        return ended.touched if isinstance(ended, Ended) else round_.num_entered > 0
+
+
+def _last_begun(session: Session, round_: Round) -> int:
+    """How far all trainer ranks run their source after a failed round, so that no collective lacks a rank; -1: not at all."""
+    followers = session.followers
+    positions = [round_.posts.get(Position, {}).get(peer.key) for peer in followers]
+    if not followers or round_.stopped or None in positions:
+        return -1
+    return max(round_.begun, *(position.index for position in positions if isinstance(position, Position)))
+
+
+def _error_phase(phase: str) -> str | None:
+    return phase if phase in list(Phase) else None
+
+
+def _takes_argument(finish: Any) -> bool:
+    """Whether `finish_weight_update` can be called with a version; a callable without a signature is taken to."""
+    try:
+        signature = inspect.signature(finish)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind("version")
+    except TypeError:
+        return False
+    return True
+
+
+def _worker_report(rank: PlacedRank, installed: Installed) -> WorkerReport:
+    return WorkerReport(
+        engine=rank.engine,
+        rank=rank.rank,
+        num_bytes=installed.num_bytes,
+        seconds=installed.seconds,
+        not_synced=installed.not_synced,
+        not_in_place=rank.placed.not_in_place,
+    )

@@ -1,0 +1,352 @@
+"""Dense broadcast from one trainer rank and from two: real gloo groups, to workers that are sockets of the test's."""
+
+import queue
+import socket
+import threading
+import time
+from functools import cached_property
+from math import prod
+
+import pytest
+import torch
+
+from wt_common import AgreementError, IntegrityError, Outcome
+from wt_common.digest import digest_bytes
+from wt_common.errors import error_from_wire
+from wt_common.packing import plan_groups
+from wt_common.session import (
+    Abort,
+    AskState,
+    Committed,
+    Credit,
+    Ended,
+    Enter,
+    Finishing,
+    Go,
+    Held,
+    Installed,
+    Metadata,
+    Placed,
+    Ready,
+    Sent,
+    State,
+    StoreSet,
+)
+from wt_trainer import GlooTrainerInitInfo, ParamMeta, WeightSource
+from wt_trainer.backends.broadcast import GlooTrainerWeightTransferEngine
+from wt_trainer.channels.gloo import GlooChannel
+from wt_trainer.follower import FollowerSession
+from wt_trainer.store import RendezvousStore
+
+WAIT_S = 10
+# Of two trainer ranks: a large parameter that is cut, a small one, one without elements, and one that is cast, from either.
+OWNERS = {
+    "a": (torch.float32, (700,), None),
+    "b": (torch.int8, (3,), (1,)),
+    "c": (torch.bfloat16, (0, 4), (1, 0)),
+    "d": (torch.float32, (5, 3), (1,)),
+    "e": (torch.bfloat16, (2, 2), None),
+    "f": (torch.int16, (0,), (1,)),
+    "g": (torch.float32, (900,), (1,)),
+}
+
+
+class Source(WeightSource):
+    """Rank `rank`'s view of `OWNERS`, or of those named."""
+
+    def __init__(self, rank=0, names=tuple(OWNERS)):
+        self.rank = rank
+        self.names = names
+        self.tensors = {
+            name: torch.arange(1, 1 + prod(shape)).reshape(shape).to(dtype)
+            for name, (dtype, shape, _) in OWNERS.items()
+            if name in names
+        }
+
+    @cached_property
+    def metadata(self):
+        return [ParamMeta(name, *OWNERS[name][:2], owners=OWNERS[name][2]) for name in self.names]
+
+    def iter_full(self):
+        for name in self.owned_names(self.rank):
+            yield name, self.tensors[name]
+
+
+class Address:
+    """What a peer needs to know of a session, from an init info."""
+
+    def __init__(self, init_info):
+        self.port = init_info["session_port"]
+        self.secret = init_info["session_secret"]
+        self.id = init_info["session"]
+
+
+class Worker:
+    """One worker rank: it receives all groups, and digests what has come."""
+
+    def __init__(self, peer, init_info):
+        self.peer = peer
+        self.init_info = init_info
+        self.casts = {"d": "bfloat16"}
+        self.placed = {}
+        self.channels = {}
+        self.inbox = queue.Queue()
+        self.changed = threading.Condition()
+        self.store = RendezvousStore(self.changed, self._publish)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _publish(self, message, origin):
+        if origin is None:
+            self.peer.send(message)
+
+    def _read(self):
+        try:
+            while True:
+                message = self.peer.receive()
+                if isinstance(message, StoreSet):
+                    self.store.receive(message, origin=self)
+                elif isinstance(message, AskState):
+                    self.peer.send(State(round=message.round, open=False, poisoned=False))
+                elif not isinstance(message, Held):
+                    if isinstance(message, Abort):
+                        self.peer.send(Ended(round=message.round, touched=True))
+                    self.inbox.put(message)
+        except (EOFError, OSError):
+            self.inbox.put(None)
+
+    def take(self, kind):
+        message = self.inbox.get(timeout=WAIT_S)
+        if isinstance(message, Abort):
+            raise error_from_wire(message.error)
+        assert isinstance(message, kind), message
+        return message
+
+    def update(self, info):
+        number = info["round"]
+        self.peer.send(Ready(round=number, knows_metadata=False))
+        metadata = self.take(Metadata)
+        casts = {name: dtype for name, dtype in self.casts.items() if name in metadata.names}
+        placed = {"kinds": "r" * len(metadata.names), "parts": [], "not_in_place": {}, **self.placed}
+        self.peer.send(Placed(round=number, **placed))
+        self.peer.send(Ready(round=number, knows_metadata=True, casts=casts))
+        self.go = go = self.take(Go)
+        dtypes = [go.casts.get(*pair) for pair in zip(metadata.names, metadata.dtype_names, strict=True)]
+        sizes = [
+            prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in zip(metadata.shapes, dtypes, strict=True)
+        ]
+        self.names, self.received = metadata.names, [bytearray(size) for size in sizes]
+        groups = plan_groups(
+            sizes,
+            max_bytes=self.init_info["max_group_bytes"],
+            max_pieces=self.init_info["max_group_pieces"],
+            roots=metadata.roots,
+        )
+        deadline = time.monotonic() + WAIT_S
+        for root in sorted({group.root for group in groups} - set(self.channels)):  # no round fails and another follows
+            self.channels[root] = GlooChannel(
+                self.store,
+                epoch=go.epoch,
+                root=root,
+                rank=go.rank,
+                world_size=go.world_size,
+                address="127.0.0.1",
+                deadline=deadline,
+                abandoned=lambda: False,
+            )
+        self.peer.send(Credit(round=number, limit=len(groups)))
+        for index, group in enumerate(groups):
+            assert self.take(Enter).group == index
+            buffer = torch.zeros(group.num_bytes, dtype=torch.uint8)
+            self.channels[group.root].broadcast([buffer], deadline)
+            for piece in group.pieces:
+                part = bytes(buffer[piece.offset : piece.offset + piece.num_bytes].tolist())
+                self.received[piece.index][piece.start : piece.start + piece.num_bytes] = part
+        self.peer.send(Installed(round=number, num_bytes=sum(sizes), seconds={}, not_synced=[]))
+
+    def finish(self, number):
+        is_off = self.init_info["verify"] == "off"
+        digests = [] if is_off else [digest_bytes(bytes(data)) for data in self.received]
+        self.peer.send(Finishing(round=number, digests=digests))
+        self.take(Committed)
+
+    def close(self):
+        for channel in self.channels.values():
+            channel.close()
+
+
+class Client:
+    """The four calls, to one worker; `between` is called between update and finish, with the worker."""
+
+    between = staticmethod(lambda worker: None)
+
+    def __init__(self, join):
+        self.join = join
+        self.worker = None
+
+    def init_weight_transfer_engine(self, init_info):
+        self.worker = Worker(self.join(Address(init_info)), init_info)
+
+    def start_weight_update(self):
+        pass
+
+    def update_weights(self, update_info):
+        self.round = update_info["round"]
+        self.worker.update(update_info)
+
+    def finish_weight_update(self, weight_version=None):
+        self.between(self.worker)
+        self.worker.finish(self.round)
+
+
+@pytest.fixture
+def client(join):
+    client = Client(join)
+    yield client
+    if client.worker is not None:
+        client.worker.close()
+
+
+@pytest.fixture
+def connect(client, in_thread):
+    """Connects as many engines as there are sources, on trainer ranks from 0; they shut down with the test."""
+    engines = []
+
+    def make(*sources, verify=("full", "full"), **fields):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        infos = [
+            GlooTrainerInitInfo(
+                "127.0.0.1",
+                port,
+                packed_buffer_size_bytes=1000,
+                rank=rank,
+                timeout_s=WAIT_S,
+                session_secret="ab" * 32,
+                num_trainer_ranks=len(sources),
+                verify=verify[rank],
+                **fields,
+            )
+            for rank in range(len(sources))
+        ]
+        begun = [
+            in_thread(
+                lambda info=info, source=source: GlooTrainerWeightTransferEngine.trainer_init(
+                    info, client=client, source=source
+                )
+            )
+            for info, source in zip(infos, sources, strict=True)
+        ]
+        engines.extend(each.value() for each in begun)
+        return engines
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.fixture
+def send(in_thread):
+    """One round on all engines at once: what each returned, or raised."""
+
+    def run(engines):
+        def result(engine):
+            try:
+                return engine.send_weights()
+            except Exception as exc:
+                return exc
+
+        return [each.value() for each in [in_thread(lambda engine=engine: result(engine)) for engine in engines]]
+
+    return run
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Every `Sent` of another trainer rank."""
+    messages, usual = [], FollowerSession.send
+
+    def record(self, message):
+        if isinstance(message, Sent):
+            messages.append(message)
+        usual(self, message)
+
+    monkeypatch.setattr(FollowerSession, "send", record)
+    return messages
+
+
+def sent_bytes(source, casts=("d",)):
+    tensors = [tensor.to(torch.bfloat16) if name in casts else tensor for name, tensor in source.tensors.items()]
+    return [bytes(tensor.reshape(-1).view(torch.uint8).tolist()) for tensor in tensors]
+
+
+def test_bytes_of_one_sender_arrive_and_are_verified(client, connect, send):
+    """A round of a trainer with one rank: bytes as they were, the digests too, round after round."""
+    names = ("a", "e")
+    engines = connect(Source(names=names))
+    for number in (1, 2):
+        (report,) = send(engines)
+        assert (report.round, report.outcome, report.verify) == (number, Outcome.COMMITTED, "full")
+        assert client.worker.received == sent_bytes(Source(names=names))
+
+
+def test_each_rank_sends_and_digests_what_it_is_the_root_of(client, connect, send):
+    """Two data senders: all bytes arrive, cut, packed or cast; each sender's digests are compared, and both report the same."""
+    engines = connect(Source(0), Source(1))
+    for _ in range(2):
+        reports = send(engines)
+        assert reports[0] == reports[1]
+        assert (reports[0].outcome, reports[0].num_cast) == (Outcome.COMMITTED, 1)
+        assert client.worker.received == sent_bytes(Source())
+
+
+def test_other_rank_posts_the_digests_of_its_own(connect, send, said):
+    """One message, with the digests of what it is the root of in the order of the metadata; 0 for what has no elements."""
+    send(connect(Source(0), Source(1)))
+    data = dict(zip(OWNERS, sent_bytes(Source()), strict=True))
+    assert said == [Sent(round=1, digests=[digest_bytes(data[name]) for name in "bdfg"])]
+    assert said[0].digests[2] == 0
+
+
+def test_rank_that_sends_nothing_has_nothing_to_say(connect, send, said):
+    """A rank that is the root of nothing posts no digests, and the verdict does not wait for any."""
+    reports = send(connect(Source(0, ("a", "e")), Source(1, ("a", "e"))))
+    assert [report.outcome for report in reports] == [Outcome.COMMITTED] * 2
+    assert said == []
+
+
+@pytest.mark.parametrize("name", ["a", "g"])
+def test_byte_that_changed_on_its_way_fails_all_ranks(client, connect, send, name):
+    """A byte that is another at the worker, whoever sent it: every trainer rank raises, with the parameter's name."""
+
+    def change(worker):
+        worker.received[worker.names.index(name)][-1] ^= 1
+
+    client.between = change
+    errors = send(connect(Source(0), Source(1)))
+    for error in errors:
+        assert isinstance(error, IntegrityError), error
+        assert (error.param, error.engine, error.rank) == (name, "e0", 0)
+        assert error.outcome == Outcome.POISONED
+
+
+def test_ranks_must_verify_alike(connect, send):
+    """A data sender that digests nothing, where the session verifies, is named: its bytes could not be verified."""
+    for error in send(connect(Source(0), Source(1), verify=("full", "off"))):
+        assert isinstance(error, AgreementError), error
+        assert "trainer rank 1" in error.message
+        assert "verify must be the same on every trainer rank" in error.message
+
+
+def test_nothing_is_digested_with_off(connect, send, monkeypatch):
+    """A session that verifies nothing commits without a digest on any side."""
+    monkeypatch.setattr("wt_trainer.stream.tensor_digest", None)
+    reports = send(connect(Source(0), Source(1), verify=("off", "off")))
+    assert [(report.outcome, report.verify) for report in reports] == [(Outcome.COMMITTED, "off")] * 2
+
+
+def test_what_is_verified_as_received_is_in_every_go(client, connect, send):
+    """A parameter whose parts cannot be added up is named by its place, to the workers and to the other senders."""
+    engines = connect(Source(0), Source(1))
+    client.worker.placed = {"kinds": "rprrrrr", "parts": [[1, 2, 0]]}
+    assert [report.outcome for report in send(engines)] == [Outcome.COMMITTED] * 2
+    assert client.worker.go.received == [1]
