@@ -1,4 +1,4 @@
-"""Dense broadcast on a worker rank: putting pieces together, and whole transfers from a root that the test plays."""
+"""Dense broadcast on a worker rank: whole transfers from a root that the test plays."""
 
 import threading
 import time
@@ -10,6 +10,7 @@ import torch
 
 from wt_common import PlanError, TransportError
 from wt_common.broadcast import DenseBroadcastInitInfo
+from wt_common.digest import digest_bytes
 from wt_common.errors import error_from_wire, error_to_wire
 from wt_common.packing import plan_groups
 from wt_common.session import (
@@ -23,21 +24,17 @@ from wt_common.session import (
     Go,
     Installed,
     Metadata,
+    Placed,
     Ready,
     StoreSet,
     metadata_digest,
 )
 from wt_worker import WeightTransferConfig, WeightTransferEngineFactory
-from wt_worker.backends.broadcast import _Assembly
 from wt_worker.channels.gloo import GlooChannel
 from wt_worker.store import RendezvousStore
 
 WAIT_S = 10
 MANY_PIECES = 4096
-DTYPE_NAMES = (
-    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128"),
-)
 
 
 def name_of(dtype):
@@ -87,93 +84,6 @@ def assert_same(tensor, expected):
     assert torch.equal(bytes_of(tensor), bytes_of(expected))
 
 
-# --- assembly --------------------------------------------------------------------------------------------------
-
-
-def assemble(tensors, max_bytes, max_pieces=MANY_PIECES):
-    """Every (name, tensor) in the order of completion, all through one buffer; and how many groups it took."""
-    metadata = metadata_of(tensors)
-    sizes = [tensor.nbytes for tensor in tensors.values()]
-    groups = plan_groups(sizes, max_bytes=max_bytes, max_pieces=max_pieces)
-    installer = SimpleNamespace(place=lambda name, dtype: None)
-    assembly = _Assembly(metadata, [tensor.dtype for tensor in tensors.values()], sizes, installer)
-    buffer = torch.empty(max_bytes, dtype=torch.uint8)
-    complete = []
-    for group in groups:
-        complete += assembly.take(group, fill(buffer, group, tensors))
-    buffer.fill_(0xEE)
-    return complete, assembly.empty_parameters(), len(groups)
-
-
-@pytest.mark.parametrize("dtype_name", DTYPE_NAMES)
-@pytest.mark.parametrize("max_bytes", [64, 100, 1 << 16])
-def test_every_dtype_arrives_as_it_was(dtype_name, max_bytes):
-    """Bytes come out as they went in, for any dtype and shape, through buffers that hold all of it or parts."""
-    dtype = getattr(torch, dtype_name)
-    shapes = [(5, 7), (), (129,), (1,), (2, 3, 4)]
-    tensors = {f"p{index}": some_tensor(dtype, shape, index) for index, shape in enumerate(shapes)}
-    complete, empty, _ = assemble(tensors, max_bytes)
-    assert [name for name, _ in complete] == list(tensors)
-    assert empty == []
-    for name, tensor in complete:
-        assert_same(tensor, tensors[name])
-
-
-@pytest.mark.parametrize("max_bytes", [1, 3, 64, 101, 256])
-def test_parameter_that_is_cut_comes_once_and_whole(max_bytes):
-    """A parameter larger than a group is complete with its last piece, wherever the cuts fall, in the middle of elements too."""
-    tensors = {"small": some_tensor(torch.int8, (3,)), "large": some_tensor(torch.float32, (64,), 1)}
-    tensors["last"] = some_tensor(torch.bfloat16, (5,), 2)
-    complete, _, num_groups = assemble(tensors, max_bytes)
-    assert num_groups > 1
-    assert [name for name, _ in complete] == list(tensors)
-    for name, tensor in complete:
-        assert_same(tensor, tensors[name])
-
-
-def test_mixed_dtypes_share_a_group():
-    """Odd sizes and wide elements side by side are all aligned in one buffer."""
-    dtypes = [torch.int8, torch.float64, torch.bool, torch.complex128, torch.bfloat16]
-    tensors = {f"p{index}": some_tensor(dtype, (3,), index) for index, dtype in enumerate(dtypes)}
-    complete, _, num_groups = assemble(tensors, 1 << 12)
-    assert num_groups == 1
-    for name, tensor in complete:
-        assert_same(tensor, tensors[name])
-
-
-def test_one_piece_per_group():
-    """Where nothing is packed every parameter is a group of its own."""
-    tensors = {f"p{index}": some_tensor(torch.float32, (index + 1,), index) for index in range(4)}
-    complete, _, num_groups = assemble(tensors, 1 << 12, max_pieces=1)
-    assert num_groups == 4
-    assert [name for name, _ in complete] == list(tensors)
-
-
-def test_parameters_own_their_memory():
-    """What was handed out stays as it is when its group's buffer is used again, and when a neighbour is written into."""
-    tensors = {f"p{index}": some_tensor(torch.float32, (4,), index) for index in range(3)}
-    complete, _, num_groups = assemble(tensors, 1 << 12)
-    assert num_groups == 1
-    assert len({tensor.untyped_storage().data_ptr() for _, tensor in complete}) == 3
-    complete[1][1].fill_(7)
-    assert_same(complete[0][1], tensors["p0"])
-    assert_same(complete[2][1], tensors["p2"])
-
-
-def test_empty_parameters_come_at_the_end():
-    """A parameter without elements is in no group, and still comes with its dtype and shape."""
-    tensors = {
-        "none": torch.empty(0, 3, dtype=torch.bfloat16),
-        "some": some_tensor(torch.int32, (2,)),
-        "nil": torch.empty(2, 0, 5, dtype=torch.float64),
-    }
-    complete, empty, _ = assemble(tensors, 64)
-    assert [name for name, _ in complete] == ["some"]
-    assert [name for name, _ in empty] == ["none", "nil"]
-    for name, tensor in empty:
-        assert_same(tensor, tensors[name])
-
-
 # --- whole transfers -------------------------------------------------------------------------------------------
 
 
@@ -187,6 +97,7 @@ class Root:
         self.limit = 0
         self.limits = []  # every credit, in order
         self.messages = []
+        self.placed = None  # what the worker said last of its placement
         self.over = False
         self.channels = {}
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -220,20 +131,24 @@ class Root:
             assert self.changed.wait_for(ready, WAIT_S), self.messages
 
     def take(self, kind):
-        """The next message but credits and keys, which must be a `kind`."""
+        """The next message but credits and keys, which must be a `kind`, or one of several."""
         self.wait(lambda: self.messages)
         message = self.messages.pop(0)
         assert isinstance(message, kind), message
         return message
 
-    def agree(self, metadata, *, epoch=1, casts=None):
+    def agree(self, metadata, *, epoch=1, **fields):
         """Up to `Go`: the worker knows the metadata."""
         number = metadata.round
         self.limit = 0
-        if not self.take(Ready).knows_metadata:
+        message = self.take((Ready, Placed))
+        if isinstance(message, Ready) and not message.knows_metadata:
             self.peer.send(metadata)
-            assert self.take(Ready).knows_metadata
-        go = Go(round=number, epoch=epoch, rank=1, world_size=2, remaining_s=WAIT_S, casts=casts or {})
+            message = self.take((Ready, Placed))
+        if isinstance(message, Placed):
+            self.placed, message = message, self.take(Ready)
+        assert message.knows_metadata
+        go = Go(round=number, epoch=epoch, rank=1, world_size=2, remaining_s=WAIT_S, **fields)
         self.peer.send(go)
 
     def channel(self, root, epoch):
@@ -303,16 +218,18 @@ class Worker:
         self.engine.start_weight_update()
         return self._in_thread(lambda: self.engine.update_weights(info))
 
-    def round(self, tensors, number=1, *, roots=(), epoch=1):
-        """A good round; returned are what `Installed` said, and the number of groups."""
+    def round(self, tensors, number=1, *, roots=(), epoch=1, **fields):
+        """A good round, digested as it was sent; returned are what `Installed` said, and the number of groups."""
         metadata = metadata_of(tensors, number, roots)
         updating = self.update(metadata)
-        self.root.agree(metadata, epoch=epoch)
+        self.root.agree(metadata, epoch=epoch, **fields)
         num_groups = self.root.transmit(self.info, metadata, tensors, epoch=epoch)
         installed = self.root.take(Installed)
         updating.value()
         finishing = self._in_thread(self.engine.finish_weight_update)
-        self.root.take(Finishing)
+        assert self.root.take(Finishing).digests == [
+            digest_bytes(bytes(bytes_of(each).tolist())) for each in tensors.values()
+        ]
         self.root.peer.send(Committed(round=number))
         finishing.value()
         return installed, num_groups
@@ -438,10 +355,10 @@ def test_casts_of_the_sender_are_followed(make_worker):
 
 
 def test_worker_casts_what_the_sender_does_not(make_worker):
-    """Where the sender does not cast, the declared dtype arrives and is cast here."""
+    """Where the sender does not cast, the declared dtype arrives and is cast here; the digest is then over what arrived."""
     wide = some_tensor(torch.int8, (6,)).to(torch.float64)
     worker = make_worker({"w": wide.to(torch.float32)})
-    worker.round({"w": wide})
+    worker.round({"w": wide}, received=[0])
     assert_holds(worker, {"w": wide.to(torch.float32)})
 
 

@@ -18,29 +18,25 @@ def config_of(module):
 
 
 @pytest.fixture
-def layerwise(monkeypatch):
+def for_vllm(monkeypatch):
     """A stand-in for the module that imports vLLM; what its installer is made with is kept."""
 
-    class LayerwiseInstaller:
-        check_cover = None
-
+    class VLLMInstaller:
         def __init__(self, *args):
             self.args = args
 
-    module = ModuleType("wt_worker.vllm.reload")
-    module.LayerwiseInstaller = LayerwiseInstaller
+    module = ModuleType("wt_worker.vllm.installer")
+    module.VLLMInstaller = VLLMInstaller
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return LayerwiseInstaller
+    return VLLMInstaller
 
 
-@pytest.mark.parametrize("check_cover", [True, False])
-def test_model_of_vllm_is_loaded_by_vllm(layerwise, check_cover):
-    """Where the configuration is vLLM's own, the model's layers are reloaded by vLLM, checked as was asked for."""
+def test_model_of_vllm_is_installed_by_vllm(for_vllm):
+    """Where the configuration is vLLM's own, the installer is the one that knows vLLM's layers."""
     model, config, model_config = torch.nn.Linear(1, 1), config_of("vllm.config.vllm"), object()
-    installer = choose_installer(model, config, model_config, CPU, check_cover=check_cover)
-    assert type(installer) is layerwise
+    installer = choose_installer(model, config, model_config, CPU)
+    assert type(installer) is for_vllm
     assert installer.args == (model, config, model_config, CPU)
-    assert installer.check_cover is check_cover
 
 
 @pytest.mark.parametrize(
@@ -48,11 +44,10 @@ def test_model_of_vllm_is_loaded_by_vllm(layerwise, check_cover):
     [None, SimpleNamespace(), config_of("vllm_fork.config"), config_of("mine.vllm")],
     ids=["none", "namespace", "similar name", "inner name"],
 )
-@pytest.mark.parametrize("check_cover", [True, False])
-def test_any_other_model_is_copied_into(monkeypatch, config, check_cover):
-    """Elsewhere parameters are copied by name, and neither vLLM nor what imports it is loaded."""
-    for name in ("vllm", "wt_worker.vllm.reload"):
+def test_any_other_model_is_a_plain_module(monkeypatch, config):
+    """Elsewhere parameters are written by name, gaps are refused, and neither vLLM nor what imports it is loaded."""
+    for name in ("vllm", "wt_worker.vllm.installer"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it is an ImportError
-    installer = choose_installer(torch.nn.Linear(1, 1), config, None, CPU, check_cover=check_cover)
+    installer = choose_installer(torch.nn.Linear(1, 1), config, None, CPU)
     assert type(installer) is ModuleInstaller
-    assert installer.check_cover is check_cover
+    assert installer.check_cover is True

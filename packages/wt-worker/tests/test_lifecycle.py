@@ -21,7 +21,9 @@ from wt_common import (
     TransportError,
 )
 from wt_common.broadcast import SessionInitInfo, SessionUpdateInfo
+from wt_common.digest import digest_bytes
 from wt_common.errors import error_from_wire, error_to_wire
+from wt_common.packing import plan_groups
 from wt_common.session import (
     Abort,
     AskState,
@@ -33,13 +35,16 @@ from wt_common.session import (
     Installed,
     Leave,
     Metadata,
+    Placed,
     Ready,
     Refused,
     State,
     metadata_digest,
 )
 from wt_worker import WeightTransferConfig
+from wt_worker.installers.base import Prepared
 from wt_worker.lifecycle import SessionWeightTransferEngine
+from wt_worker.placement.binding import Binding
 
 WAIT_S = 10
 NAMES, DTYPES, SHAPES = ["a", "b"], ["float32", "int8"], [[2], [3]]
@@ -52,25 +57,29 @@ DIGEST = metadata_digest(
 
 
 class ToyEngine(SessionWeightTransferEngine[SessionInitInfo]):
-    """A backend whose transfer installs ones; a test may have it do `before` any byte and `between` the two parameters."""
+    """A backend that receives ones, or the tensors of `sent`; a test may have it do `before` any byte, `between` parameters."""
 
     init_info_cls = SessionInitInfo
-    names = tuple(NAMES)
+    _cut_bytes = 1 << 10
 
     def __init__(self, *args):
         super().__init__(*args)
+        self.sent = {}  # by name
         self.ended = []
         self.open_at_end = None  # what the sender would be told if it asked as soon as the round is over here
         self.before = self.between = lambda round_: None
 
-    def _receive(self, session, round_, go, metadata, installer):
+    def _receive(self, session, round_, go, metadata, writer):
         self.go, self.metadata = go, metadata
         self.before(round_)
-        for index, name in enumerate(self.names):
-            if index:
+        for number, group in enumerate(plan_groups(writer.sizes, max_bytes=self._cut_bytes, max_pieces=1)):
+            if number:
                 self.between(round_)
-            installer.install([(name, torch.ones_like(self.model.get_parameter(name)))])
-        return 11
+            index = group.pieces[0].index
+            name = metadata.names[index]
+            dtype = getattr(torch, go.casts.get(name, metadata.dtype_names[index]))
+            tensor = self.sent.get(name, torch.ones(metadata.shapes[index])).to(dtype)
+            writer.take(group, tensor.reshape(-1).view(torch.uint8), number)
 
     def _end_transfer(self, *, failed):
         self.ended.append(failed)
@@ -114,8 +123,17 @@ def metadata_of(number, **fields):
     return Metadata(**{"round": number, "names": NAMES, "dtype_names": DTYPES, "shapes": SHAPES, **fields})
 
 
-def go(number, remaining_s=WAIT_S):
-    return Go(round=number, epoch=1, rank=1, world_size=2, remaining_s=remaining_s)
+def go(number, remaining_s=WAIT_S, **fields):
+    return Go(round=number, epoch=1, rank=1, world_size=2, remaining_s=remaining_s, **fields)
+
+
+def digest_of(tensor):
+    """By the definition."""
+    return digest_bytes(bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()))
+
+
+def digests_of(tensors):
+    return [digest_of(tensor) for tensor in tensors.values()]
 
 
 def abort(number, error):
@@ -144,6 +162,7 @@ class Rank:
         self.books = books
         self.engine = books.engine
         self.sender = sender
+        self.placed = None  # what the worker has said in the last round that was begun
         self._in_thread = in_thread
 
     def join(self, sender=None, reply=None, **fields):
@@ -155,6 +174,11 @@ class Rank:
         self.peer = peer
         self.engine.ended.clear()
         return peer
+
+    @property
+    def installer(self):
+        """The model's, for as long as the engine lives."""
+        return self.engine._installer()
 
     def call(self, call):
         return self._in_thread(call)
@@ -170,18 +194,27 @@ class Rank:
         self.engine.between = between
         return there
 
-    def begin(self, number, until=Go, **options):
+    def begin(self, number, until=Go, received=(), **options):
         """Start a round and begin its update; the sender has said everything up to `until`. Returned is the call."""
         if not self.books.open:
             self.books.start()
         updating = self.call(lambda: self.books.update(number, **options))
         if until is not None:
-            if not self.peer.receive(Ready).knows_metadata:
-                self.peer.send(metadata_of(number))
-                assert self.peer.receive(Ready).knows_metadata
+            self.placed = self.agree(metadata_of(number))
             if until is Go:
-                self.peer.send(go(number))
+                self.peer.send(go(number, received=list(received)))
         return updating
+
+    def agree(self, metadata):
+        """The worker has said that it is ready; returned is what it said before of its placement, or None."""
+        placed, message = None, self.peer.receive((Ready, Placed))
+        if isinstance(message, Ready) and not message.knows_metadata:
+            self.peer.send(metadata)
+            message = self.peer.receive((Ready, Placed))
+        if isinstance(message, Placed):
+            placed, message = message, self.peer.receive(Ready)
+        assert message.knows_metadata
+        return placed
 
     def die(self, updating):
         """The sender is gone, and the update has ended with that."""
@@ -189,19 +222,21 @@ class Rank:
         with pytest.raises(PeerLostError):
             updating.value()
 
-    def update(self, number):
+    def update(self, number, **options):
         """A good update, up to its `Installed`, which is returned."""
-        updating = self.begin(number)
+        updating = self.begin(number, **options)
         installed = self.peer.receive(Installed)
         updating.value()
         return installed
 
     def finish(self, number):
-        """A good finish."""
+        """A good finish; returned are the digests that the worker posted."""
         finishing = self.call(self.books.finish)
-        assert self.peer.receive(Finishing).round == number
+        message = self.peer.receive(Finishing)
+        assert message.round == number
         self.peer.send(Committed(round=number))
         finishing.value()
+        return message.digests
 
 
 @pytest.fixture
@@ -244,6 +279,7 @@ def installed(rank):
     return {name: parameter.tolist() for name, parameter in rank.engine.model.named_parameters()}
 
 
+ONES = {"a": torch.ones(2), "b": torch.ones(3, dtype=torch.int8)}
 OLD = {"a": [0, 0], "b": [0, 0, 0]}
 MIXED = {"a": [1, 1], "b": [0, 0, 0]}
 NEW = {"a": [1, 1], "b": [1, 1, 1]}
@@ -399,12 +435,13 @@ def test_probe_of_an_unused_engine_connects(make_rank):
 
 
 def test_round_goes_through_its_steps(rank):
-    """Ready, metadata, ready, go, installed; finishing, committed: then the model has the weights and nothing is open."""
+    """Ready, metadata, placed, ready, go, installed; finishing, committed: then the model has the weights and nothing is open."""
     rank.books.start()
     assert state(rank.peer) == (True, False)
     updating = rank.call(lambda: rank.books.update(1))
     assert rank.peer.receive() == Ready(round=1, knows_metadata=False)
     rank.peer.send(metadata_of(1))
+    assert rank.peer.receive() == Placed(round=1, kinds="ww", parts=[], not_in_place={})
     assert rank.peer.receive() == Ready(round=1, knows_metadata=True)
     assert installed(rank) == OLD
     rank.peer.send(go(1))
@@ -415,7 +452,7 @@ def test_round_goes_through_its_steps(rank):
     assert installed(rank) == NEW
     assert state(rank.peer) == (True, False)
     finishing = rank.call(rank.books.finish)
-    assert rank.peer.receive() == Finishing(round=1)
+    assert rank.peer.receive() == Finishing(round=1, digests=digests_of(ONES))
     assert finishing.thread.is_alive()
     rank.peer.send(Committed(round=1))
     finishing.value()
@@ -432,6 +469,7 @@ def test_metadata_is_asked_for_once(rank):
         if number == 1:
             assert not rank.peer.receive(Ready).knows_metadata
             rank.peer.send(metadata_of(1))
+            rank.peer.receive(Placed)
         assert rank.peer.receive(Ready).knows_metadata
         rank.peer.send(go(number))
         rank.peer.receive(Installed)
@@ -449,6 +487,7 @@ def test_new_metadata_are_asked_for(rank):
     updating = rank.call(lambda: rank.books.update(2, digest=digest))
     assert not rank.peer.receive(Ready).knows_metadata
     rank.peer.send(metadata_of(2, roots=roots))
+    rank.peer.receive(Placed)
     assert rank.peer.receive(Ready).knows_metadata
     rank.peer.send(go(2))
     rank.peer.receive(Installed)
@@ -481,6 +520,7 @@ def test_each_target_has_metadata_of_its_own(rank):
     updating = rank.begin(2, until=None)
     assert not rank.peer.receive(Ready).knows_metadata
     rank.peer.send(metadata_of(2))
+    rank.peer.receive(Placed)
     assert rank.peer.receive(Ready).knows_metadata
     rank.peer.send(go(2))
     rank.peer.receive(Installed)
@@ -488,6 +528,7 @@ def test_each_target_has_metadata_of_its_own(rank):
     rank.finish(2)
     rank.engine.reset_weight_update_target()
     updating = rank.begin(3, until=None)
+    rank.peer.receive(Placed)
     assert rank.peer.receive(Ready).knows_metadata
     rank.die(updating)
 
@@ -499,6 +540,7 @@ def test_ready_says_which_dtypes_are_wanted(rank):
     updating = rank.begin(1, until=None, digest=digest)
     rank.peer.receive(Ready)
     rank.peer.send(metadata_of(1, dtype_names=dtypes))
+    rank.peer.receive(Placed)
     assert rank.peer.receive() == Ready(round=1, knows_metadata=True, casts={"a": "float32"})
     rank.die(updating)
 
@@ -507,11 +549,11 @@ def test_what_was_not_sent_is_reported(make_rank):
     """With the cover check off, parameters that the round leaves out are named in `Installed`."""
     rank = make_rank()
     rank.join(check_cover=False)
-    rank.engine.names = ("b",)
     digest = metadata_digest([("b", "int8", (3,), 0)])
     updating = rank.begin(1, until=None, digest=digest)
     rank.peer.receive(Ready)
     rank.peer.send(metadata_of(1, names=["b"], dtype_names=["int8"], shapes=[[3]]))
+    rank.peer.receive(Placed)
     assert rank.peer.receive(Ready).knows_metadata
     rank.peer.send(go(1))
     assert rank.peer.receive(Installed).not_synced == ["a"]
@@ -561,11 +603,291 @@ def test_stale_round_is_refused(rank):
     rank.finish(5)
 
 
+# --- what is digested ------------------------------------------------------------------------------------------
+
+
+SENT = {"a": torch.tensor([1.5, -2.0]), "b": torch.tensor([3, -4, 5], dtype=torch.int8)}
+VERIFY = ["full", "received", "off"]
+KINDS = {"full": "ww", "received": "rr", "off": "rr"}
+
+
+def test_placement_is_told_once(rank):
+    """What digests are over is told before the first `Ready` and not again while it holds, also after a round that failed."""
+    rank.update(1)
+    assert rank.placed == Placed(round=1, kinds="ww", parts=[], not_in_place={})
+    rank.finish(1)
+    _break_between(rank)
+    updating = rank.begin(2)
+    failure(rank.peer)
+    with pytest.raises(OSError, match="on purpose"):
+        updating.value()
+    assert rank.placed is None
+    _mend(rank)
+    rank.update(3)
+    rank.finish(3)
+    assert rank.placed is None
+
+
+def test_placement_is_told_to_each_sender(rank, open_sender):
+    """A new session's sender knows nothing of what the earlier one was told."""
+    rank.update(1)
+    rank.finish(1)
+    rank.join(open_sender(session="2222"))
+    rank.update(1)
+    assert rank.placed == Placed(round=1, kinds="ww", parts=[], not_in_place={})
+
+
+def test_placement_is_told_again_when_it_has_changed(rank):
+    """When another tensor serves, or something else is in place, the sender hears of it before the next `Ready`."""
+    rank.update(1)
+    rank.finish(1)
+    rank.engine.model.a = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    rank.update(2)
+    assert rank.placed == Placed(round=2, kinds="ww", parts=[], not_in_place={})
+    rank.finish(2)
+    assert installed(rank) == NEW
+    key, prepared = rank.installer._prepared
+    fewer = Binding(prepared.binding.plan, dict(rank.engine.model.named_parameters()), ["b"])
+    rank.installer._prepared = key, Prepared(binding=fewer, not_in_place={"moved": ["a"]})
+    rank.installer.route_id += 1
+    rank.update(3)
+    assert rank.placed == Placed(round=3, kinds="rw", parts=[], not_in_place={"moved": ["a"]})
+    assert rank.finish(3) == digests_of(ONES)
+    rank.installer._prepared = key, prepared
+    rank.installer.route_id += 1
+    rank.update(4)
+    assert rank.placed == Placed(round=4, kinds="ww", parts=[], not_in_place={})
+    assert rank.finish(4) == digests_of(ONES)
+
+
+def test_placement_that_was_told_in_a_failed_round_is_known(rank):
+    """The sender files it although the round is over, so it is not told again."""
+    updating = rank.begin(1, until=Ready)
+    assert rank.placed is not None
+    rank.peer.send(abort(1, PlanError("no room")))
+    rank.peer.receive(Ended)
+    with pytest.raises(PlanError):
+        updating.value()
+    rank.update(2)
+    assert rank.placed is None
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+def test_finishing_has_the_digests(make_rank, verify):
+    """One for each parameter, over the bytes installed or received, in every round anew; none where nothing is verified."""
+    rank = make_rank()
+    rank.join(verify=verify)
+    for number, sent in ((1, SENT), (2, ONES)):
+        rank.engine.sent = sent
+        rank.update(number)
+        assert number > 1 or rank.placed.kinds == KINDS[verify]
+        assert rank.finish(number) == ([] if verify == "off" else digests_of(sent))
+
+
+def test_verification_is_the_sessions(rank, open_sender):
+    """Each sender says for its own session what is digested."""
+    rank.update(1)
+    assert rank.finish(1) == digests_of(ONES)
+    for session, verify in (("2222", "off"), ("3333", "received"), ("4444", "full")):
+        rank.join(open_sender(session=session), verify=verify)
+        rank.update(1)
+        assert rank.placed.kinds == KINDS[verify]
+        assert rank.finish(1) == ([] if verify == "off" else digests_of(ONES))
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+def test_bit_that_flips_in_the_live_parameter(make_rank, verify):
+    """Between update and finish, a changed bit of what serves changes the digest of what is installed, and only of that."""
+    rank = make_rank()
+    rank.join(verify=verify)
+    rank.engine.sent = SENT
+    rank.update(1)
+    rank.engine.model.a.data.view(torch.int32)[1] ^= 1 << 7
+    expected = {"full": digests_of({**SENT, "a": rank.engine.model.a}), "received": digests_of(SENT), "off": []}
+    assert rank.finish(1) == expected[verify]
+    assert digests_of(SENT)[0] != expected["full"][0]
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+def test_sender_may_ask_for_received_bytes(make_rank, verify):
+    """What `Go.received` lists is digested as it came, whatever the placement says; in the next round it may be another."""
+    rank = make_rank()
+    rank.join(verify=verify)
+    rank.engine.sent = SENT
+    for number, received in ((1, [0]), (2, [1]), (3, []), (4, [0, 1])):
+        rank.update(number, received=received)
+        rank.engine.model.a.data.fill_(7)
+        rank.engine.model.b.data.fill_(7)
+        live, came = digests_of({**SENT, **dict(rank.engine.model.named_parameters())}), digests_of(SENT)
+        full = [came[index] if index in received else live[index] for index in (0, 1)]
+        assert rank.finish(number) == {"full": full, "received": came, "off": []}[verify]
+
+
+def test_cast_on_the_wire_is_what_is_digested(rank):
+    """Where the sender casts to the dtype that was asked for, what is installed has the bytes that were sent."""
+    dtypes = ["float64", "int8"]
+    digest = metadata_digest(zip(NAMES, dtypes, map(tuple, SHAPES), [0, 0], strict=True))
+    rank.engine.sent = SENT
+    updating = rank.begin(1, until=None, digest=digest)
+    assert rank.agree(metadata_of(1, dtype_names=dtypes)).kinds == "ww"
+    rank.peer.send(go(1, casts={"a": "float32"}))
+    assert rank.peer.receive(Installed).num_bytes == 11
+    updating.value()
+    assert rank.finish(1) == digests_of(SENT)
+
+
+def test_digests_that_cannot_be_computed_fail_the_round(rank, monkeypatch):
+    """A digest that fails is a failed finish: the sender hears why, and no verdict is waited for."""
+    rank.update(1)
+    monkeypatch.setattr("wt_worker.shares.Shares.digests", fail(OSError("broken on purpose")))
+    finishing = rank.call(rank.books.finish)
+    error, touched = failure(rank.peer)
+    assert ("broken on purpose" in error.message, touched) == (True, True)
+    with pytest.raises(OSError, match="on purpose"):
+        finishing.value()
+    assert state(rank.peer) == (True, True)
+
+
+# --- the installer's life --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(rank):
+    """What the rank's installer is called, in order."""
+    calls = []
+
+    def listen(name, call):
+        def called(*args):
+            calls.append(name)
+            return call(*args)
+
+        return called
+
+    for name in ("prepare", "begin", "finish", "commit", "abort"):
+        setattr(rank.installer, name, listen(name, getattr(rank.installer, name)))
+    return calls
+
+
+def test_installer_lives_as_long_as_the_engine(rank, calls, open_sender):
+    """Each round of each session is the same installer's, which remembers; each target has one of its own."""
+    installer = rank.installer
+    for session in ("2222", "3333"):
+        rank.update(1)
+        rank.finish(1)
+        rank.join(open_sender(session=session))
+    assert calls == ["prepare", "begin", "finish", "commit"] * 2
+    rank.engine.set_weight_update_target(torch.nn.Linear(1, 1), None)
+    assert rank.installer is not installer
+    rank.engine.reset_weight_update_target()
+    assert rank.installer is installer
+
+
+def test_check_cover_is_the_sessions(make_rank, open_sender):
+    """What one sender has turned off counts for its own session only, though the installer is the same."""
+    rank = make_rank()
+    digest = metadata_digest([("b", "int8", (3,), 0)])
+    metadata = {"names": ["b"], "dtype_names": ["int8"], "shapes": [[3]]}
+    rank.join(check_cover=False)
+    updating = rank.begin(1, until=None, digest=digest)
+    rank.agree(metadata_of(1, **metadata))
+    rank.peer.send(go(1))
+    assert rank.peer.receive(Installed).not_synced == ["a"]
+    updating.value()
+    rank.finish(1)
+    rank.join(open_sender(session="2222"))
+    updating = rank.begin(1, until=None, digest=digest)
+    rank.peer.receive(Ready)
+    rank.peer.send(metadata_of(1, **metadata))
+    error, touched = failure(rank.peer)
+    assert ("does not send 1 of the model's parameters: ['a']" in error.message, touched) == (True, False)
+    with pytest.raises(PlanError):
+        updating.value()
+
+
+def test_commit_comes_with_the_verdict(rank, calls):
+    """Not before the sender has said that every rank has the weights is the installer told to count on them."""
+    rank.update(1)
+    finishing = rank.call(rank.books.finish)
+    rank.peer.receive(Finishing)
+    assert calls == ["prepare", "begin", "finish"]
+    rank.peer.send(Committed(round=1))
+    finishing.value()
+    assert calls == ["prepare", "begin", "finish", "commit"]
+    rank.engine.shutdown()
+    assert calls[4:] == []
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "death", "start", "init", "shutdown"])
+def test_round_without_a_commit_is_aborted(rank, calls, open_sender, monkeypatch, how):
+    """Whatever ends an installed round but the verdict `Committed`, the installer hears it once, and no commit."""
+    monkeypatch.setattr("wt_worker.lifecycle._VERDICT_GRACE_S", 0)
+    updating = rank.begin(1, until=Ready)
+    rank.peer.send(go(1, remaining_s=0.3 if how == "deadline" else WAIT_S))
+    rank.peer.receive(Installed)
+    updating.value()
+    finishing = None
+    if how in {"abort", "deadline", "death"}:
+        finishing = rank.call(rank.books.finish)
+        rank.peer.receive(Finishing)
+    if how == "abort":
+        rank.peer.send(abort(1, PlanError("no room")))
+    elif how == "death":
+        rank.peer.hang_up()
+    elif how == "start":
+        rank.engine.start_weight_update()
+    elif how == "init":
+        rank.join(open_sender(session="2222"))
+    elif how == "shutdown":
+        rank.engine.shutdown()
+    if finishing is not None:
+        with pytest.raises((PlanError, RoundTimeoutError, PeerLostError)):
+            finishing.value()
+    assert calls == ["prepare", "begin", "finish", "abort"]
+    assert rank.engine.last_outcome == "poisoned"
+
+
+@pytest.mark.parametrize(
+    ("break_", "until_", "expected"),
+    [
+        (lambda rank: setattr(rank.installer, "prepare", fail(OSError("broken"))), None, []),
+        (lambda rank: setattr(rank.installer, "begin", fail(OSError("broken"))), Go, ["prepare", "abort"]),
+        (lambda rank: setattr(rank.engine, "before", fail(OSError("broken"))), Go, ["prepare", "begin", "abort"]),
+        (lambda rank: setattr(rank.engine, "between", fail(OSError("broken"))), Go, ["prepare", "begin", "abort"]),
+        (
+            lambda rank: setattr(rank.engine, "synchronize", fail(OSError("broken"))),
+            Go,
+            ["prepare", "begin", "finish", "abort"],
+        ),
+    ],
+    ids=["prepare", "begin", "before", "between", "synchronize"],
+)
+def test_installer_of_a_failed_update(rank, calls, break_, until_, expected):
+    """From `begin` on, also if that itself fails, a failure aborts the installer, once; before, there is nothing to abort."""
+    break_(rank)
+    updating = rank.begin(1, until=until_)
+    if until_ is None:
+        rank.peer.receive(Ready)
+        rank.peer.send(metadata_of(1))
+    failure(rank.peer)
+    with pytest.raises(OSError, match="broken"):
+        updating.value()
+    assert calls == expected
+
+
+def test_buffers_of_a_session_are_let_go_with_it(rank, open_sender):
+    """What was planned for one session's buffers and groups is not used in the next one's, which may be others."""
+    rank.update(1)
+    rank.finish(1)
+    assert rank.engine._writer_cache._programs
+    rank.join(open_sender(session="2222"))
+    assert not rank.engine._writer_cache._programs
+
+
 # --- failures in an update -------------------------------------------------------------------------------------
 
 
-def _break_new_installer(rank):
-    rank.engine._new_installer = fail(OSError("broken on purpose"))
+def _break_choice(rank):
+    rank.engine._installer = fail(OSError("broken on purpose"))
 
 
 def _break_metadata(rank):
@@ -581,12 +903,7 @@ def _break_between(rank):
 
 
 def _break_installer(rank):
-    def new():
-        installer = type(rank.engine)._new_installer(rank.engine)
-        installer.finish = fail(OSError("broken on purpose"))
-        return installer
-
-    rank.engine._new_installer = new
+    rank.installer.finish = fail(OSError("broken on purpose"))
 
 
 def _break_synchronize(rank):
@@ -598,13 +915,14 @@ def _interrupt(rank):
 
 
 def _mend(rank):
-    for name in ("_new_installer", "_agree_on_metadata", "synchronize"):
+    for name in ("_installer", "_agree_on_metadata", "synchronize"):
         vars(rank.engine).pop(name, None)
+    vars(rank.installer).pop("finish", None)
     rank.engine.before = rank.engine.between = lambda round_: None
 
 
 BREAKS = [
-    (_break_new_installer, None, TransportError, OLD),
+    (_break_choice, None, TransportError, OLD),
     (_break_metadata, None, TransportError, OLD),
     (_break_before, Go, PlanError, OLD),
     (_break_between, Go, TransportError, MIXED),
@@ -627,9 +945,9 @@ def test_failed_step_of_an_update(rank, break_, until_, kind, left):
     assert installed(rank) == left
     assert touched is (left is not OLD)
     assert state(rank.peer) == (rank.books.open, touched) == (False, touched)
-    if break_ is not _break_new_installer:
-        assert rank.engine.ended == [True]
-        assert rank.engine.open_at_end is False
+    assert rank.engine.ended == [True]
+    assert rank.engine.open_at_end is False
+    assert rank.engine.last_outcome == ("poisoned" if touched else "unchanged")
     _mend(rank)
     rank.update(2)
     rank.finish(2)
@@ -648,7 +966,7 @@ def test_failed_step_on_a_rank_that_must_not_raise(silent, caplog, break_, until
     assert "broken on purpose" in caplog.text
     assert "update failed on rank 0; the last rank reports it" in caplog.text
     assert state(silent.peer) == (silent.books.open, touched) == (True, touched)
-    assert break_ is _break_new_installer or silent.engine.open_at_end is True
+    assert silent.engine.open_at_end is True
     silent.books.finish()  # the sender closes what is open before the next round
     assert state(silent.peer) == (silent.books.open, touched) == (False, touched)
     _mend(silent)
@@ -712,8 +1030,10 @@ def test_interrupt_ends_the_round_and_stays_an_interrupt(rank, silent):
 def test_metadata_that_do_not_fit_the_model(rank, fields, text):
     """A model without a place for what is announced refuses before a byte moves, naming the parameter."""
     metadata = metadata_of(1, **fields)
-    rows = zip(metadata.names, metadata.dtype_names, map(tuple, metadata.shapes), [0, 0], strict=True)
-    updating = rank.begin(1, until=None, digest=metadata_digest(rows))
+    digest = metadata_digest(
+        zip(metadata.names, metadata.dtype_names, map(tuple, metadata.shapes), [0, 0], strict=True)
+    )
+    updating = rank.begin(1, until=None, digest=digest)
     assert not rank.peer.receive(Ready).knows_metadata
     rank.peer.send(metadata)
     error, touched = failure(rank.peer)
@@ -723,9 +1043,11 @@ def test_metadata_that_do_not_fit_the_model(rank, fields, text):
     with pytest.raises(PlanError, match=text) as caught:
         updating.value()
     assert (caught.value.rank, caught.value.engine, caught.value.round) == (0, "e0/0", 1)
-    updating = rank.begin(2, until=None, digest=metadata_digest(rows))
-    assert not rank.peer.receive(Ready).knows_metadata, "metadata that were refused are not known"
-    rank.die(updating)
+    updating = rank.begin(2, until=None, digest=digest)
+    error, touched = failure(rank.peer)  # without asking for them again
+    assert (type(error), error.param in {"b", "c"}, touched) == (PlanError, True, False)
+    with pytest.raises(PlanError, match=text):
+        updating.value()
 
 
 def test_metadata_that_differ_from_their_digest(rank):
@@ -802,13 +1124,7 @@ def test_sender_that_says_nothing_costs_the_deadline(make_rank, step):
 
 def test_model_that_cannot_be_restored_is_taken_for_touched(rank, caplog):
     """If the installer cannot even abort, the model counts as touched, the log says so, and the first error is raised."""
-
-    def new():
-        installer = type(rank.engine)._new_installer(rank.engine)
-        installer.abort = fail(RuntimeError("stuck"))
-        return installer
-
-    rank.engine._new_installer = new
+    rank.installer.abort = fail(RuntimeError("stuck"))
     _break_before(rank)
     updating = rank.begin(1)
     error, touched = failure(rank.peer)
@@ -846,8 +1162,8 @@ def test_abort_between_update_and_finish(rank):
     rank.peer.send(abort(1, PlanError("no room")))
     assert state(rank.peer) == (True, False)
     finishing = rank.call(rank.books.finish)
-    messages = [rank.peer.receive(), rank.peer.receive()]
-    assert messages == [Finishing(round=1), Ended(round=1, touched=True)]
+    assert rank.peer.receive(Finishing).round == 1
+    assert rank.peer.receive() == Ended(round=1, touched=True)
     with pytest.raises(PlanError, match="no room"):
         finishing.value()
 

@@ -44,9 +44,11 @@ from wt_common.session import (
 )
 from wt_worker.engine import WeightTransferEngine
 from wt_worker.installers import choose_installer
-from wt_worker.installers.base import Installer
+from wt_worker.installers.base import Installer, Prepared
+from wt_worker.placement.writer import RoundWriter, WriterCache
 from wt_worker.round import Round
 from wt_worker.session import WorkerSession
+from wt_worker.shares import Shares
 
 __all__ = ["SessionWeightTransferEngine"]
 
@@ -57,13 +59,24 @@ _VERDICT_GRACE_S = 1.0  # past the deadline: the sender decides at the deadline,
 TSessionInitInfo = TypeVar("TSessionInitInfo", bound=SessionInitInfo)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Known:
-    """Metadata that have been checked against a model, and the dtypes in which it holds some of what they announce."""
+    """Metadata that the sender need not send again, and what it was told of how a model installs them."""
 
     digest: str
     metadata: Metadata
-    casts: dict[str, str]
+    prepared: Prepared | None = None
+    shares: Shares | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _InHand:
+    """The round in progress: who installs it, how, and what has come."""
+
+    installer: Installer
+    prepared: Prepared
+    shares: Shares
+    writer: RoundWriter
 
 
 class _Rejected:
@@ -78,17 +91,17 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
 
     `init_transfer_engine`: leave the old session, connect to the new sender, say hello, return.
 
-    `update_weights`: say `Ready`; get metadata if they are new, and check them against the model; wait for `Go`; let the
-    backend receive and hand everything to the installer; finish the installer; post `Installed`. The model can serve when this
-    returns, whatever happens afterwards: no trainer's death can leave layers that are neither old nor new.
+    `update_weights`: get metadata if they are new, and find their place in the model; say `Placed` if that is new, and `Ready`;
+    wait for `Go`; let the backend receive and hand everything to a writer; finish the installer; post `Installed`. The model can
+    serve when this returns, whatever happens afterwards: no trainer's death can leave layers that are neither old nor new.
 
-    `finish_weight_update`: post `Finishing` and wait for the verdict. Unless it is `Committed`, the call fails, so that vLLM does
-    not publish the version.
+    `finish_weight_update`: digest what is installed, post `Finishing` and wait for the verdict. Unless it is `Committed`, the
+    call fails, so that vLLM does not publish the version.
 
     vLLM's executor reads replies in rank order and stops at the first failure, which leaves the later replies in the queue for
     good. So only the last rank of an engine raises; the others tell the sender what went wrong and return.
 
-    A backend implements `_receive`.
+    A backend implements `_receive` and `_cut_bytes`.
     """
 
     update_info_cls = SessionUpdateInfo
@@ -97,7 +110,10 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         super().__init__(config, vllm_config, device, model)
         self._init_info: TSessionInitInfo | None = None
         self._session: WorkerSession | None = None
-        self._installer: Installer | None = None
+        self._installers: dict[int, Installer] = {}  # by the target model's id
+        self._in_hand: _InHand | None = None
+        self._writer_cache = WriterCache()
+        self._told: dict[str, Shares] = {}  # what the sender was told last, by the metadata's digest
         self._metadata: dict[int, _Known] = {}  # by the target model's id
         self._open = False
         self._poisoned_by: set[str] = set()  # digests of the metadata of rounds that left the model half-written
@@ -191,7 +207,9 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 self._fail_round(session, round_, exc, stays_open=self._raises)
                 raise
             session.end_round()
-            self._installer = None
+            in_hand, self._in_hand = self._in_hand, None
+            if in_hand is not None:
+                in_hand.installer.commit()
             self._open = False
             # What a failed round left is mended by a whole round, or by one of the same parameters.
             self._poisoned_by -= {self._digest} if self._not_synced else self._poisoned_by
@@ -203,9 +221,14 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
 
     # --- what a backend implements -------------------------------------------------------------------------
 
+    @property
     @abstractmethod
-    def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, installer: Installer) -> int:
-        """Receive all the round's parameters and hand them to `installer`, begun before; returns the bytes received."""
+    def _cut_bytes(self) -> int:
+        """A parameter that has more bytes comes in pieces of this size."""
+
+    @abstractmethod
+    def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, writer: RoundWriter) -> None:
+        """Receive all the round's parameters and hand them to `writer`."""
 
     def _end_transfer(self, *, failed: bool) -> None:
         """Called after every round, and when a session ends; `failed` says that nothing half-used may be used again."""
@@ -215,13 +238,14 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def _take_part(self, session: WorkerSession, round_: Round, info: SessionUpdateInfo) -> None:
         with round_.timed("agree"):
             self._digest = info.metadata_digest
-            self._installer = installer = self._new_installer()
-            metadata = self._agree_on_metadata(session, round_, info, installer)
+            installer = self._installer()
+            known = self._agree_on_metadata(session, round_, info, installer)
             go = round_.receive(Go)
             round_.deadline = time.monotonic() + go.remaining_s
         with round_.timed("receive"):
-            installer.begin()
-            num_bytes = self._receive(session, round_, go, metadata, installer)
+            writer = self._begin(known, go, installer)
+            self._receive(session, round_, go, known.metadata, writer)
+            writer.finish()
         with round_.timed("install"):
             result = installer.finish()
             self._not_synced = result.not_synced
@@ -230,26 +254,62 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         session.send(
             Installed(
                 round=round_.number,
-                num_bytes=num_bytes,
+                num_bytes=sum(writer.sizes),
                 seconds=round_.seconds,
                 not_synced=list(result.not_synced),
             )
         )
 
     def _await_verdict(self, session: WorkerSession, round_: Round) -> None:
-        session.send(Finishing(round=round_.number))
+        in_hand = self._in_hand
+        digests: list[int] = []
+        if in_hand is not None and self._verify != "off":
+            with torch.no_grad():
+                digests = in_hand.shares.digests(in_hand.writer.received, in_hand.prepared.binding)
+        session.send(Finishing(round=round_.number, digests=digests))
         round_.receive(Committed, extra_s=_VERDICT_GRACE_S)
 
-    def _new_installer(self) -> Installer:
+    @property
+    def _verify(self) -> str:
+        return self._init_info.verify if self._init_info is not None else "off"
+
+    def _installer(self) -> Installer:
+        """The target model's: it remembers what earlier rounds have proved."""
+        installer = self._installers.get(id(self.model))
+        if installer is None:
+            installer = choose_installer(self.model, self.vllm_config, self.model_config, self.device)
+            self._installers[id(self.model)] = installer
         assert self._init_info is not None  # a session exists, so an init info does
-        return choose_installer(
-            self.model, self.vllm_config, self.model_config, self.device, check_cover=self._init_info.check_cover
+        installer.check_cover = self._init_info.check_cover
+        return installer
+
+    def _begin(self, known: _Known, go: Go, installer: Installer) -> RoundWriter:
+        """The model takes the round's weights, through the writer that is returned."""
+        metadata = known.metadata
+        assert known.prepared is not None  # it was agreed on
+        assert known.shares is not None
+        known_dtypes = {name: getattr(torch, name) for name in {*metadata.dtype_names, *go.casts.values()}}
+        dtypes = [
+            known_dtypes[go.casts.get(name, dtype_name)]
+            for name, dtype_name in zip(metadata.names, metadata.dtype_names, strict=True)
+        ]
+        writer = RoundWriter(
+            metadata,
+            known.digest,
+            dtypes,
+            installer,
+            cut_bytes=self._cut_bytes,
+            cache=self._writer_cache,
+            digested=frozenset() if self._verify == "off" else known.shares.received(go.received),
         )
+        self._in_hand = _InHand(installer, known.prepared, known.shares, writer)
+        installer.begin()
+        return writer
 
     def _agree_on_metadata(
         self, session: WorkerSession, round_: Round, info: SessionUpdateInfo, installer: Installer
-    ) -> Metadata:
-        """The round's metadata, checked against the model; the sender is asked for them if they are new here."""
+    ) -> _Known:
+        """The round's metadata, which the model has a place for; the sender is asked for them if they are new here."""
         known = self._metadata.get(id(self.model))
         if known is None or known.digest != info.metadata_digest:
             session.send(Ready(round=round_.number, knows_metadata=False))
@@ -261,10 +321,15 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 raise IntegrityError(
                     f"metadata: expected digest {info.metadata_digest[:12]}, got {digest[:12]}", side=Side.WORKER
                 )
-            known = _Known(digest, metadata, installer.check(metadata))
-            self._metadata[id(self.model)] = known
-        session.send(Ready(round=round_.number, knows_metadata=True, casts=known.casts))
-        return known.metadata
+            known = self._metadata[id(self.model)] = _Known(digest, metadata)
+        prepared = installer.prepare(known.metadata, known.digest)
+        if prepared is not known.prepared:
+            known.prepared, known.shares = prepared, Shares.of(prepared, self._verify)
+        if known.shares is not None and self._told.get(known.digest) is not known.shares:
+            session.send(known.shares.message(round_.number))
+            self._told[known.digest] = known.shares
+        session.send(Ready(round=round_.number, knows_metadata=True, casts=prepared.casts))
+        return known
 
     def _fail_round(self, session: WorkerSession, round_: Round, exc: BaseException, *, stays_open: bool) -> None:
         """End the round here: the sender hears why first, then how it left this rank."""
@@ -282,19 +347,21 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
 
     def _abandon_round(self) -> bool:
         """No round is in progress; the model can serve. Returns whether the round had touched the model."""
-        installer, self._installer = self._installer, None
+        in_hand, self._in_hand = self._in_hand, None
+        had_round = self._session is not None and self._session.round is not None
         if self._session is not None:
             self._session.end_round()
-        if installer is None:
+        if in_hand is None and not had_round:
             return False
-        touched = True
+        touched = in_hand is not None
         try:
-            touched = installer.abort()
+            touched = in_hand is not None and in_hand.installer.abort()
         except Exception:
             logger.exception("the model could not be restored after a failed round: restart this engine")
         if touched:
             self._poisoned_by.add(self._digest)
         self.last_outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
+        self._writer_cache.clear()
         self._end_transfer(failed=True)
         return touched
 
@@ -326,6 +393,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._abandon_round()
         self._end_transfer(failed=True)
         self._metadata.clear()
+        self._told.clear()
+        self._writer_cache.clear()  # its programs hold buffers that are gone, and groups of other bounds
         if self._session is not None:
             self._session.leave(reason)
             self._session = None

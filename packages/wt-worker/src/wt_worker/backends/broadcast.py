@@ -7,8 +7,6 @@ the metadata (`wt_common.packing`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import torch
@@ -18,8 +16,8 @@ from wt_common.broadcast import DenseBroadcastInitInfo
 from wt_common.packing import Group, operations, plan_groups
 from wt_common.session import Credit, Go, Metadata
 from wt_worker.channels.gloo import GlooChannel
-from wt_worker.installers.base import Installer
 from wt_worker.lifecycle import SessionWeightTransferEngine
+from wt_worker.placement.writer import RoundWriter
 from wt_worker.round import Round
 from wt_worker.session import WorkerSession
 
@@ -36,21 +34,17 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
         self._channels: dict[int, GlooChannel] = {}  # by root, all of one epoch
         self._epoch = 0
         self._staging: list[torch.Tensor] = []
+        self._groups: tuple[Any, tuple[Group, ...]] = (None, ())
 
-    def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, installer: Installer) -> int:
+    @property
+    def _cut_bytes(self) -> int:
+        assert self._init_info is not None  # a transfer follows an init
+        return self._init_info.max_group_bytes
+
+    def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, writer: RoundWriter) -> None:
         info = self._init_info
         assert info is not None  # receiving follows an init
-        dtypes = [
-            getattr(torch, go.casts.get(name, dtype_name))
-            for name, dtype_name in zip(metadata.names, metadata.dtype_names, strict=True)
-        ]
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(metadata.shapes, dtypes, strict=True)]
-        groups = plan_groups(
-            sizes,
-            max_bytes=info.max_group_bytes,
-            max_pieces=info.max_group_pieces,
-            roots=metadata.roots or None,
-        )
+        groups = self._plan(metadata, tuple(writer.sizes), info)
         if go.epoch != self._epoch:
             self._close_channels()
             self._epoch = go.epoch
@@ -61,14 +55,23 @@ class GlooWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastInitInf
             target=self._pump, args=(session, round_, go, groups, arrived), name=f"wt-receive {session.id}", daemon=True
         ).start()
         session.send(Credit(round=round_.number, limit=info.num_buffers))
-        assembly = _Assembly(metadata, dtypes, sizes, installer)
         for number, group in enumerate(groups):
             arrived.wait_for(number)
-            complete = assembly.take(group, self._staging[number % info.num_buffers])
+            writer.take(group, self._staging[number % info.num_buffers], number)
             session.send(Credit(round=round_.number, limit=number + 1 + info.num_buffers))
-            installer.install(complete)
-        installer.install(assembly.empty_parameters())
-        return sum(sizes)
+
+    def _plan(self, metadata: Metadata, sizes: tuple[int, ...], info: DenseBroadcastInitInfo) -> tuple[Group, ...]:
+        """The groups, computed anew when the parameters or the bounds are new."""
+        key = (sizes, tuple(metadata.roots), info.max_group_bytes, info.max_group_pieces)
+        if self._groups[0] != key:
+            groups = plan_groups(
+                sizes,
+                max_bytes=info.max_group_bytes,
+                max_pieces=info.max_group_pieces,
+                roots=metadata.roots or None,
+            )
+            self._groups = (key, groups)
+        return self._groups[1]
 
     def _end_transfer(self, *, failed: bool) -> None:
         if failed:
@@ -139,42 +142,3 @@ class _Arrivals:
 
     def wait_for(self, number: int) -> None:
         self._round.wait(lambda: self._count > number, f"group {number}")
-
-
-class _Assembly:
-    """Puts pieces where the installer wants them, else together to parameters that own their memory, since it may keep those."""
-
-    def __init__(self, metadata: Metadata, dtypes: list[torch.dtype], sizes: list[int], installer: Installer) -> None:
-        self._installer = installer
-        self._metadata = metadata
-        self._dtypes = dtypes
-        self._sizes = sizes
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self._is_in_place = False
-
-    def take(self, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Copy `group` out of `buffer`, which is free afterwards; returns the parameters that are complete and not in place."""
-        return list(self._complete(group, buffer))
-
-    def empty_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """The parameters without elements, which no group carries."""
-        return [
-            self._parameter(index, torch.empty(0, dtype=torch.uint8))
-            for index, size in enumerate(self._sizes)
-            if size == 0
-        ]
-
-    def _complete(self, group: Group, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        for piece in group.pieces:
-            if piece.start == 0:
-                place = self._installer.place(self._metadata.names[piece.index], self._dtypes[piece.index])
-                self._is_in_place = place is not None
-                self._flat = torch.empty(self._sizes[piece.index], dtype=torch.uint8) if place is None else place
-            end = piece.start + piece.num_bytes
-            self._flat[piece.start : end].copy_(buffer[piece.offset : piece.offset + piece.num_bytes])
-            if end == self._sizes[piece.index] and not self._is_in_place:
-                yield self._parameter(piece.index, self._flat)
-
-    def _parameter(self, index: int, flat: torch.Tensor) -> tuple[str, torch.Tensor]:
-        shape = self._metadata.shapes[index]
-        return self._metadata.names[index], flat.view(self._dtypes[index]).reshape(shape)

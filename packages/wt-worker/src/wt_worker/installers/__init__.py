@@ -13,13 +13,10 @@ from wt_worker.installers.module import ModuleInstaller
 __all__ = ["choose_installer"]
 
 
-def choose_installer(
-    model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device, *, check_cover: bool
-) -> Installer:
-    """An installer for `model`: vLLM's own loader if `vllm_config` is vLLM's, else copying by name."""
+def choose_installer(model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> Installer:
+    """An installer for `model`: vLLM's if `vllm_config` is vLLM's, else the one for plain modules."""
     if type(vllm_config).__module__.partition(".")[0] == "vllm":
-        reload = importlib.import_module("wt_worker.vllm.reload")
-        installer: Installer = reload.LayerwiseInstaller(model, vllm_config, model_config, device)
-        installer.check_cover = check_cover
+        module = importlib.import_module("wt_worker.vllm.installer")
+        installer: Installer = module.VLLMInstaller(model, vllm_config, model_config, device)
         return installer
-    return ModuleInstaller(model, check_cover=check_cover)
+    return ModuleInstaller(model)

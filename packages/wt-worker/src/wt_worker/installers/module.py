@@ -1,32 +1,147 @@
-"""Copies tensors into a plain torch module by parameter name."""
+"""Puts weights into a plain torch module, in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from wt_common import PlanError, Side
 from wt_common.session import Metadata
-from wt_worker.installers.base import InstallResult
+from wt_worker.installers.base import InstallResult, Prepared
+from wt_worker.placement.binding import Binding, Landing, misfit
+from wt_worker.placement.plan import Plan
+from wt_worker.placement.trace import Target, TraceError, trace, unplannable
 
 __all__ = ["ModuleInstaller"]
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 class ModuleInstaller:
     """`Installer` for a module whose checkpoint names are its `named_parameters()`, tied ones under any of their names.
 
-    Writes in place, so pointers stay valid; a copy casts between floating dtypes and moves between devices.
+    A module with a `load_weights(pairs)` of its own names them as that method does. Either is traced once, and then everything is
+    written in place, so pointers stay valid; a copy casts between floating dtypes and moves between devices. What cannot be
+    traced, and a parameter that two names go to, is loaded.
     """
 
     def __init__(self, model: torch.nn.Module, *, check_cover: bool = True) -> None:
         self.check_cover = check_cover
+        self.route_id = 0
+        self._model = model
+        self._load: Load | None = getattr(model, "load_weights", None)
+        self._binding: Binding | None = None
+        self._prepared: tuple[tuple[str, bool], Prepared] | None = None
         self._targets = dict(model.named_parameters(remove_duplicate=False))
-        self._written: set[str] = set()
-        self._filled: dict[int, str] = {}  # the name under which each parameter was written
+        self._touched = False
+        self._untouched: tuple[str, ...] = ()
+        self._filled: dict[int, str] = {}  # the name under which each parameter was loaded
 
-    def check(self, metadata: Metadata) -> dict[str, str]:
-        """Every name has a parameter of its shape, every parameter a name; returns the dtypes that differ. Raises PlanError."""
+    def prepare(self, metadata: Metadata, digest: str) -> Prepared:
+        """As in the protocol; refuses a round that leaves out a parameter, too."""
+        self._targets = dict(self._model.named_parameters(remove_duplicate=False))
+        key, known = (digest, self.check_cover), self._prepared
+        if known is not None and known[0] == key and known[1].binding.is_bound_to(self._targets):
+            return known[1]
+        casts = {} if self._load else self._check_by_name(metadata)
+        plan = self._trace(metadata)
+        untouched = self._find_untouched(plan, metadata)
+        if self.check_cover:
+            _refuse_gaps(plan, untouched)
+        reasons = self._reasons(plan)
+        in_place = [name for name, reason in reasons.items() if reason is None and plan.kind(name) != "untouched"]
+        not_in_place: dict[str, list[str]] = {}
+        for name, reason in reasons.items():
+            if reason is not None:
+                not_in_place.setdefault(reason, []).append(name)
+        binding = Binding(plan, self._targets, in_place)
+        prepared = Prepared(casts=casts, binding=binding, not_in_place=not_in_place)
+        self._prepared, self._untouched = (key, prepared), untouched
+        self.route_id += 1
+        return prepared
+
+    def begin(self) -> None:
+        """Nothing is written yet."""
+        self._touched = False
+        self._filled.clear()
+
+    def landings(self, name: str) -> tuple[Landing, ...] | None:
+        """In the parameters themselves."""
+        return self._binding_now().landings(name)
+
+    def touch(self) -> None:
+        """The model may differ from now on."""
+        self._touched = True
+
+    @torch.no_grad()
+    def install(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """The tensors of `batch` are in the model.
+
+        Raises:
+            PlanError: two names that the model ties came with different values; a checkpoint without ties does not fit it.
+        """
+        self._touched |= bool(batch)
+        if self._load is not None:
+            self._load(iter(batch))
+            return
+        for name, tensor in batch:
+            target = self._targets[name]
+            first = self._filled.setdefault(id(target), name)
+            if first == name:
+                target.copy_(tensor)
+            elif not _are_equal(target, tensor.to(target.device, target.dtype)):
+                raise _plan_error(
+                    name, f"parameter {name!r}: the model ties it to {first!r}, the trainer sends other values for it"
+                )
+
+    @torch.no_grad()
+    def finish(self) -> InstallResult:
+        """The model holds the round's weights."""
+        binding = self._binding_now()
+        self._touched |= not binding.parameters.isdisjoint(binding.plan.fills_of)
+        binding.fill()
+        missing = {id(self._targets[name]) for name in self._untouched}
+        num_parameters = len({id(target) for target in self._targets.values()} - missing)
+        return InstallResult(num_parameters=num_parameters, not_synced=self._untouched)
+
+    def commit(self) -> None:
+        """Nothing is left to do."""
+        self._touched = False
+
+    def abort(self) -> bool:
+        """Whether anything was written; the model can serve at any time."""
+        return self._touched
+
+    def _binding_now(self) -> Binding:
+        if self._prepared is None:
+            raise RuntimeError("no round is open: call prepare() first")
+        return self._prepared[1].binding
+
+    def _trace(self, metadata: Metadata) -> Plan:
+        rows = []
+        for name, dtype_name, shape in zip(metadata.names, metadata.dtype_names, metadata.shapes, strict=True):
+            rows.append((name, _dtype(name, dtype_name), shape))
+        targets = [Target(name, name.rpartition(".")[0], tensor) for name, tensor in self._targets.items()]
+        if self._load is None:
+            first = {id(target.tensor): target for target in reversed(targets)}  # of a tied one's names
+            targets = [*first.values()][::-1]
+        try:
+            with _unchanged(self._model):
+                return trace(rows, targets, self._load or self._load_by_name)
+        except TraceError as error:
+            if error.reads_values:
+                return unplannable(rows, targets, str(error))
+            raise _plan_error(error.name, f"parameter {error.name!r}: {error}") from error
+
+    @torch.no_grad()
+    def _load_by_name(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            self._targets[name].copy_(tensor)
+
+    def _check_by_name(self, metadata: Metadata) -> dict[str, str]:
+        """Every name has a parameter of its shape; returns the dtypes that differ."""
         casts = {}
         for name, dtype_name, shape in zip(metadata.names, metadata.dtype_names, metadata.shapes, strict=True):
             target = self._targets.get(name)
@@ -36,65 +151,89 @@ class ModuleInstaller:
                 raise _plan_error(
                     name, f"parameter {name!r}: the model has shape {list(target.shape)}, the trainer sends {shape}"
                 )
-            dtype = getattr(torch, dtype_name, None)
-            if not isinstance(dtype, torch.dtype):
-                raise _plan_error(name, f"parameter {name!r}: torch has no dtype {dtype_name!r}")
+            dtype = _dtype(name, dtype_name)
             if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
                 raise _plan_error(name, f"parameter {name!r}: the model has {target.dtype}, the trainer sends {dtype}")
             if dtype != target.dtype:
                 casts[name] = str(target.dtype).rpartition(".")[2]
-        missing = self._not_covered(metadata.names)
-        if missing and self.check_cover:
-            raise _plan_error(
-                missing[0], f"the trainer does not send {len(missing)} of the model's parameters: {missing[:5]}"
-            )
         return casts
 
-    def begin(self) -> None:
-        """Nothing is written yet."""
-        self._written.clear()
-        self._filled.clear()
+    def _find_untouched(self, plan: Plan, metadata: Metadata) -> tuple[str, ...]:
+        """Parameters of which nothing is written, under no name; who has no elements is written by name, or by any loader."""
+        written = {each.name for each in plan.parameters if each.num_written != 0 or each.problem}
+        if self._load is None:
+            written |= self._targets.keys() & set(metadata.names)
+        else:
+            written |= {each.name for each in plan.parameters if not each.num_elements}
+        covered = {id(self._targets[name]) for name in written}
+        return tuple(name for name, target in self._targets.items() if id(target) not in covered)
 
-    def place(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """The parameter itself, where it is contiguous on the CPU, of that dtype, and not written under a tied name."""
-        parameter = self._targets[name]
-        target = parameter.detach()
-        is_filled = id(parameter) in self._filled
-        if is_filled or target.dtype != dtype or not target.is_contiguous() or target.device.type != "cpu":
+    def _reasons(self, plan: Plan) -> dict[str, str | None]:
+        """By parameter, why it is not written in place; what shares a checkpoint parameter with such a one is not, either."""
+        reasons = {name: self._reason(plan, name) for name in plan.by_parameter}
+        shared = [name for name in plan.names if len(name.parameters) > 1]
+        changed = True
+        while changed:
+            changed = False
+            for name in shared:
+                blocked = next((parameter for parameter in name.parameters if reasons[parameter]), None)
+                for parameter in name.parameters if blocked else ():
+                    if not reasons[parameter]:
+                        reasons[parameter], changed = f"{name.name} goes to {blocked} as well", True
+        return reasons
+
+    def _reason(self, plan: Plan, name: str) -> str | None:
+        """Why parameter `name` is not written in place."""
+        if plan.kind(name) == "untouched":
             return None
-        self._written.add(name)
-        self._filled[id(parameter)] = name
-        return target.reshape(-1).view(torch.uint8)
+        problems = [each.problem for each, _ in plan.copies_into.get(name, ()) if each.problem]
+        return (
+            plan.by_parameter[name].problem
+            or next(iter(problems), None)
+            or plan.cover.get(name)
+            or misfit(plan, name, self._targets[name])
+        )
 
-    @torch.no_grad()
-    def install(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """The tensors of `batch` are in the model.
 
-        Raises:
-            PlanError: two names that the model ties came with different values; a checkpoint without ties does not fit it.
-        """
-        for name, tensor in batch:
-            target = self._targets[name]
-            first = self._filled.setdefault(id(target), name)
-            self._written.add(name)
-            if first == name:
-                target.copy_(tensor)
-            elif not _are_equal(target, tensor.to(target.device, target.dtype)):
-                raise _plan_error(
-                    name, f"parameter {name!r}: the model ties it to {first!r}, the trainer sends other values for it"
-                )
+@contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """After it, `model` has the tensors that it had before, in the same memory."""
+    before = [
+        (tensors, leaf, tensor, None if tensor is None else tensor.detach())
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)  # noqa: SLF001  # torch has no way that keeps duplicates
+        for leaf, tensor in tensors.items()
+    ]
+    try:
+        yield
+    finally:
+        for tensors, leaf, tensor, data in before:
+            tensors[leaf] = tensor  # type: ignore[assignment]  # each in the dict that it came from
+            if tensor is not None and data is not None and tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
 
-    def finish(self) -> InstallResult:
-        """The model holds the round's weights."""
-        return InstallResult(num_parameters=len(self._written), not_synced=tuple(self._not_covered(self._written)))
 
-    def abort(self) -> bool:
-        """Whether anything was written; the model can serve at any time."""
-        return bool(self._written)
+def _refuse_gaps(plan: Plan, missing: tuple[str, ...]) -> None:
+    """No parameter is written in part, and none is left out."""
+    partial = [each for each in plan.parameters if 0 < (each.num_written or 0) < each.num_expected]
+    if partial:
+        name = partial[0].name
+        raise _plan_error(
+            name,
+            f"parameter {name!r}: {partial[0].num_written} of {partial[0].num_expected} elements would be written; send in one "
+            "round all checkpoint names that it is made of",
+        )
+    if missing:
+        raise _plan_error(
+            missing[0], f"the trainer does not send {len(missing)} of the model's parameters: {list(missing[:5])}"
+        )
 
-    def _not_covered(self, names: Sequence[str] | set[str]) -> list[str]:
-        covered = {id(self._targets[name]) for name in names if name in self._targets}
-        return [name for name, target in self._targets.items() if id(target) not in covered]
+
+def _dtype(name: str, dtype_name: str) -> torch.dtype:
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise _plan_error(name, f"parameter {name!r}: torch has no dtype {dtype_name!r}")
+    return dtype
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -66,7 +66,6 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     Attributes:
         targets: what is watched, by storage.
-        is_rehearsal: leave tensors that are not on the meta device as they are.
         has_written_live: whether a watched tensor that the model serves from was written.
         conflicts: tied parameters that were written twice, with different values.
     """
@@ -74,16 +73,17 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __init__(self, model: torch.nn.Module, is_kept: Callable[[Target], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.targets: dict[torch.UntypedStorage, Target] = {}
-        self.is_rehearsal = False
         self._is_kept = is_kept
         self.has_written_live = False
         self.conflicts: list[str] = []
         self._tied = tied_storages(model)
         self._written_tied: set[torch.UntypedStorage] = set()
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Writes into the tensors that `model` has now are noted from now on."""
+    def watch(self, model: torch.nn.Module, layers: Collection[torch.nn.Module]) -> None:
+        """Writes into the tensors that `layers` of `model` have now are noted from now on."""
         for prefix, layer in model.named_modules():
+            if layer not in layers:
+                continue
             optional = layer._non_persistent_buffers_set  # noqa: SLF001 -- torch has no other way
             for leaf, tensor in (
                 *layer.named_parameters(recurse=False),
@@ -102,13 +102,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     ) -> Any:
         operation = func.overloadpacket.__name__
         if operation.endswith("_") and args and isinstance(args[0], torch.Tensor):
-            is_live = self._note(operation, *args)
-            if is_live and self.is_rehearsal:
-                return args[0]
+            self._note(operation, *args)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, operation: str, written: torch.Tensor, source: Any = None, *_: Any) -> bool:
-        """Note one operation in place; says whether it is on a watched tensor in service."""
+    def _note(self, operation: str, written: torch.Tensor, source: Any = None, *_: Any) -> None:
+        """Note one operation in place."""
         storage = written.untyped_storage()
         if storage in self._tied and isinstance(source, torch.Tensor):
             if storage in self._written_tied and not torch.equal(written, source):
@@ -116,12 +114,12 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             self._written_tied.add(storage)
         target = self.targets.get(storage)
         if target is None:
-            return False
+            return
         is_live = not target.tensor.is_meta
         if is_live:
             if isinstance(source, torch.Tensor) and source.untyped_storage() is storage:
-                return True  # vLLM copies onto itself what it never moved
-            self.has_written_live |= not self.is_rehearsal
+                return  # vLLM copies onto itself what it never moved
+            self.has_written_live = True
         elif not self._is_kept(target):
             target.is_bypassed = True
         if operation in {"copy_", "fill_", "zero_"} and written.numel():
@@ -129,7 +127,6 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             strides = tuple(step * size for step in written.stride())
             start = int(written.storage_offset()) * size
             target.boxes.add((start, (*written.shape, size), (*strides, 1)))
-        return is_live
 
 
 def tied_storages(model: torch.nn.Module) -> dict[torch.UntypedStorage, str]:

@@ -1,10 +1,11 @@
 """On vLLM's CPU platform layers compute with packed copies of their weights; these follow here.
 
-Both functions do nothing on other platforms.
+Nothing here does anything on other platforms.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from vllm.platforms import current_platform
 
 from wt_worker.vllm.cover import tied_storages
 
-__all__ = ["forget_moe_kernels", "repack_tied_weights"]
+__all__ = ["forget_moe_kernels", "packed_tied_layers", "repack", "repack_tied_weights"]
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
@@ -35,16 +36,27 @@ def forget_moe_kernels(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
     return kernels
 
 
-def repack_tied_weights(model: torch.nn.Module) -> None:
-    """Every layer that multiplies by a tied weight does so by the live one.
+def packed_tied_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The layers, with their names, that multiply by a packed copy of a tied weight.
 
-    Its packed copy is made when vLLM processes the layer, and a tied output head is not processed:
-    its weight arrives under the name of the embedding.
+    It is made when vLLM processes the layer, and a tied output head is not processed: its weight arrives
+    under the name of the embedding.
     """
     if not current_platform.is_cpu():
         return
     tied = tied_storages(model)
-    for layer in model.modules():
+    for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and isinstance(weight, torch.nn.Parameter) and weight.untyped_storage() in tied:
-            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            yield name, layer
+
+
+def repack_tied_weights(model: torch.nn.Module) -> None:
+    """Every layer that multiplies by a tied weight does so by the live one."""
+    for _, layer in packed_tied_layers(model):
+        repack(layer)
+
+
+def repack(layer: torch.nn.Module) -> None:
+    """`layer` multiplies by the weight that it has now."""
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

@@ -1,13 +1,13 @@
 """Weights go in through vLLM's own loaders, and a failed round leaves a model that serves.
 
-vLLM's layerwise reload moves every layer's parameters to the meta device, keeps what its loaders
+vLLM's layerwise reload moves layers' parameters to the meta device, keeps what its loaders
 are given until as many elements have come as the layer has, then loads and post-processes that
 layer and copies the result into the storage that served before. Three things are added here,
 because vLLM 0.26 to 0.33 lacks them:
 
 * **Cover.** vLLM counts elements and processes at the end whatever it has, uninitialised memory
-  included. A recorder sees which elements the loaders write, so that a layer which would get a part
-  of its own is refused: before a byte moves (`check`), and again at the end (`finish`).
+  included. A recorder sees which elements the loaders write, so that a layer which got a part
+  of its own is refused (`finish`).
 * **Abort.** vLLM has no way back from a failed round: layers stay on the meta device, and the next
   round goes on with the old one's counts and tensors.
 * **CPU.** There, a tied output head and mixture-of-experts layers would keep kernels built from
@@ -16,116 +16,92 @@ because vLLM 0.26 to 0.33 lacks them:
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
-from vllm.model_executor.layers import attention
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from wt_common import PlanError
-from wt_common.session import Metadata
-from wt_worker.installers.base import InstallResult
+from wt_worker.placement.plan import Plan
 from wt_worker.vllm.cover import Target, WriteRecorder
 from wt_worker.vllm.cpu import forget_moe_kernels, repack_tied_weights
+from wt_worker.vllm.derived import is_attention
+from wt_worker.vllm.tracing import skipped_names, trace_model
 
-__all__ = ["LayerwiseInstaller"]
-
-_REHEARSAL = -(1 << 62)  # a count from which no layer's number of elements is ever reached
-
-_logger = logging.getLogger(__name__)
+__all__ = ["LayerwiseReload", "loader_error", "partial_text", "plan_error"]
 
 
-class LayerwiseInstaller:
-    """Installs through `model.load_weights`, with vLLM's layerwise reload; see `Installer`.
+class LayerwiseReload:
+    """`model.load_weights`, with vLLM's layerwise reload of some of the model's layers, or of all.
 
-    Takes every model that vLLM can reload, with up to one layer in memory twice. A model whose loader
-    writes parameters on its own (gpt-oss) is refused, since vLLM's reload would keep their old values.
-    Biases and expert maps stay where they are (vLLM's `SKIP_TENSORS`; biases since 0.27): loaders
-    write them at once, so that a round which fails after one of them is poisoned.
+    Takes every model that vLLM can reload, with up to one layer in memory twice. Biases and expert maps stay where they are
+    (vLLM's `SKIP_TENSORS`; biases since 0.27): loaders write them at once, so that a round which fails after one of them is
+    poisoned.
 
     Attributes:
-        check_cover: refuse a round that loads a part of a layer. Whoever turns this off answers for
-            it: vLLM serves uninitialised memory then.
+        is_open: between `begin` and `finish` or `abort`.
+        touched: whether a byte of the model may have changed since `begin`.
+        written: names of the parameters and buffers that the loaders wrote in the round that ended last.
+        loadable: of those that they could have written.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:
-        self.check_cover = True
-        self.device = device
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+        self.touched = False
+        self.written: set[str] = set()
+        self.loadable: set[str] = set()
         self._model = model
         self._vllm_config = vllm_config
         self._model_config = model_config
+        self._layers: Any = model  # of which vLLM takes the modules
         self._recorder: WriteRecorder | None = None  # there while a round is open
-        self._touched = False
         self._names: set[str] = set()
         self._skipped_names: set[str] = set()
         self._moe_kernels: dict[torch.nn.Module, Any] = {}
 
-    def check(self, metadata: Metadata) -> dict[str, str]:
-        """Raises what `install` and `finish` would raise for such a round; the model is as before.
+    @property
+    def is_open(self) -> bool:
+        """Whether layers are on the meta device."""
+        return self._recorder is not None
 
-        A rehearsal with tensors that have no content, for metadata that are new: it takes about
-        0.6 ms a name (12 layers of 64 experts, one core). It passes if a loader wants to know a
-        value, and for a tensor larger than expected, of which loaders take the part that they need.
-
-        Returns:
-            Nothing: only the loaders know which dtype a checkpoint name ends up in, and cast by themselves.
-
-        Raises:
-            PlanError: the model has no place for a name or shape, or a layer would get a part only.
-        """
-        batch = []
-        for name, dtype_name, shape in zip(metadata.names, metadata.dtype_names, metadata.shapes, strict=True):
-            dtype = getattr(torch, dtype_name, None)
-            if not isinstance(dtype, torch.dtype):
-                raise _plan_error(name, f"{name}: torch has no dtype {dtype_name!r}")
-            device = "meta" if prod(shape) > 1 else "cpu"  # loaders ask scalars for their value
-            batch.append((name, torch.zeros(shape, dtype=dtype, device=device)))
-        self.begin()
-        recorder = self._open_round()
-        recorder.is_rehearsal = True
+    def trace(self, rows: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Plan:
+        """Where `load_weights` would put what `rows` announces; the model is as before. Raises TraceError."""
+        self.begin(None)
         try:
-            for layer in self._model.modules():
-                get_layerwise_info(layer).load_numel = _REHEARSAL
-            self.install(batch)
-            _refuse_wrong_result(recorder, check_cover=self.check_cover)
-        except PlanError as error:
-            if "meta tensor" not in str(error.__cause__):
-                raise
-            _logger.debug("not known before the round: a loader reads values", exc_info=True)
+            with self._vllm_context():
+                return trace_model(self._model, rows)
         finally:
             self.abort()
-        return {}
 
-    def begin(self) -> None:
-        """Every layer is on the meta device and takes weights; no earlier round's is left."""
+    def begin(self, layers: Sequence[torch.nn.Module] | None, replayed: Collection[torch.nn.Module] = ()) -> None:
+        """`layers`, or all, are on the meta device and take weights; no earlier round's is left.
+
+        The caller will `materialize` and `process` those in `replayed`, which get nothing from `load`.
+        """
         self.abort()
-        self._touched = False
+        self.touched = False
         self._names.clear()
         self._moe_kernels = {}
         with self._vllm_context():
             if any(get_layerwise_info(layer).can_load() for layer in self._model.modules()):
+                self._layers = self._model
                 self._restore()  # somebody else's round, left open
+            self._layers = self._model if layers is None else _Layers(layers)
             self._recorder = WriteRecorder(self._model, _is_kept)
             try:
-                initialize_layerwise_reload(self._model)
-                self._recorder.watch(self._model)
-                self._skipped_names = _skipped_names(self._model)
-                self._moe_kernels = forget_moe_kernels(self._model)
+                initialize_layerwise_reload(self._layers)
+                self._recorder.watch(self._model, set(self._layers.modules()) - set(replayed))
+                self._skipped_names = skipped_names(self._model)
+                self._moe_kernels = forget_moe_kernels(self._layers)
             except BaseException:
                 self.abort()
                 raise
 
-    def place(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """None: vLLM's loaders take whole tensors."""
-
-    def install(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def load(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
         """The tensors are in vLLM's hands, and every layer that is complete serves them.
 
         Raises:
@@ -135,7 +111,7 @@ class LayerwiseInstaller:
         recorder = self._open_round()
         for name, _ in batch:
             if name in self._names:
-                raise _plan_error(name, f"{name} came twice in one round; send every name once")
+                raise plan_error(name, f"{name} came twice in one round; send every name once")
             self._names.add(name)
         last = ""
 
@@ -152,14 +128,20 @@ class LayerwiseInstaller:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise _plan_error(
-                last,
-                f"the loader of {type(self._model).__name__} failed at {last}, or shortly before it: "
-                f"{type(error).__name__}: {error}; compare names, shapes and dtypes with the "
-                "checkpoint that the server was started from",
-            ) from error
+            raise loader_error(self._model, last, error) from error
 
-    def finish(self) -> InstallResult:
+    def materialize(self, layer: torch.nn.Module) -> None:
+        """`layer`, one of those on the meta device, has real tensors, as its loader sees them and without content."""
+        with self._vllm_context():
+            materialize_layer(layer, get_layerwise_info(layer))
+
+    def process(self, layer: torch.nn.Module) -> None:
+        """`layer`, materialized and written by the caller, is processed as after a load, and serves."""
+        with self._vllm_context():
+            self.touched = True
+            _layerwise_process(layer, get_layerwise_info(layer))
+
+    def finish(self, *, check_cover: bool) -> None:
         """Every layer that was loaded serves its new weights, every other its old ones.
 
         Raises:
@@ -169,19 +151,18 @@ class LayerwiseInstaller:
         recorder = self._open_round()
         try:
             with self._vllm_context():
-                _refuse_wrong_result(recorder, check_cover=self.check_cover)
-                for layer in self._model.modules():
+                _refuse_wrong_result(recorder, check_cover=check_cover)
+                for layer in self._layers.modules():
                     if _is_loaded(layer):
-                        self._touched = True
+                        self.touched = True
                     else:
                         self._keep_old(layer)
                 with recorder:
-                    finalize_layerwise_reload(self._model, self._model_config)
-                self._touched |= recorder.has_written_live
-                repack_tied_weights(self._model)
+                    finalize_layerwise_reload(self._layers, self._model_config)
+                self.touched |= recorder.has_written_live
             if recorder.conflicts:
                 name = recorder.conflicts[0]
-                raise _plan_error(
+                raise plan_error(
                     name,
                     f"{name} is tied to another parameter here, and was sent with other values: send "
                     "equal ones, or start the server from a checkpoint that has both, and different",
@@ -191,22 +172,19 @@ class LayerwiseInstaller:
             self.abort()
             raise
         self._recorder = None
-        loadable = {target.name for target in recorder.targets.values()}
-        loaded = {target.name for target in recorder.targets.values() if target.boxes}
-        names = [name for name, _ in self._model.named_parameters() if name in loadable]
-        not_synced = tuple(name for name in names if name not in loaded)
-        return InstallResult(num_parameters=len(names) - len(not_synced), not_synced=not_synced)
+        self.loadable = {target.name for target in recorder.targets.values()}
+        self.written = {target.name for target in recorder.targets.values() if target.boxes}
 
     def abort(self) -> bool:
-        """Layers that are complete serve the new weights, all others their old ones, untouched."""
+        """Layers that are complete serve the new weights, all others their old ones; whether any byte may have changed."""
         if self._recorder is not None:
-            self._touched |= self._recorder.has_written_live or any(
+            self.touched |= self._recorder.has_written_live or any(
                 target.is_processed() for target in self._recorder.targets.values()
             )
             with self._vllm_context():
                 self._restore()
             self._recorder = None
-        return self._touched
+        return self.touched
 
     def _open_round(self) -> WriteRecorder:
         if self._recorder is None:
@@ -225,9 +203,9 @@ class LayerwiseInstaller:
 
     def _restore(self) -> None:
         """Layers that are not complete have their old tensors, and vLLM has forgotten the round."""
-        for layer in self._model.modules():
+        for layer in self._layers.modules():
             self._keep_old(layer)
-        finalize_layerwise_reload(self._model, self._model_config)
+        finalize_layerwise_reload(self._layers, self._model_config)
         repack_tied_weights(self._model)
 
     def _keep_old(self, layer: torch.nn.Module) -> None:
@@ -242,9 +220,34 @@ class LayerwiseInstaller:
             layer.quant_method.moe_kernel = self._moe_kernels[layer]  # type: ignore[union-attr]
 
 
+class _Layers:
+    """What vLLM's reload asks of a model, for some of its layers and none of their children."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        self._layers = list(layers)
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return iter(self._layers)
+
+
+def loader_error(model: torch.nn.Module, name: str, error: BaseException) -> PlanError:
+    """What is raised where the model's loader failed."""
+    return plan_error(
+        name,
+        f"the loader of {type(model).__name__} failed at {name}, or shortly before it: "
+        f"{type(error).__name__}: {error}; compare names, shapes and dtypes with the "
+        "checkpoint that the server was started from",
+    )
+
+
+def plan_error(name: str, message: str, phase: str = "update") -> PlanError:
+    """A PlanError of the worker about parameter `name`."""
+    return PlanError(message, side="worker", phase=phase, param=name or None)
+
+
 def _is_loaded(layer: torch.nn.Module) -> bool:
     info = get_layerwise_info(layer)
-    return info.kernel_tensors is None or info.load_numel not in {0, _REHEARSAL}
+    return info.kernel_tensors is None or info.load_numel != 0
 
 
 def _is_kept(target: Target) -> bool:
@@ -253,38 +256,18 @@ def _is_kept(target: Target) -> bool:
     return bool(loads) and loads[-1][0] == target.leaf
 
 
-def _is_attention(layer: torch.nn.Module) -> bool:
-    """Whether vLLM makes the tensors afresh when some of them (scales of the cache) were loaded."""
-    if hasattr(attention, "is_deferred_attention_layer"):
-        return bool(attention.is_deferred_attention_layer(layer))
-    return isinstance(layer, (attention.Attention, attention.MLAAttention))  # 0.26 and 0.27
-
-
-def _skipped_names(model: torch.nn.Module) -> set[str]:
-    """Further names of an embedding that is its model's output head too, as the same module.
-
-    vLLM skips them, but from 0.30 on raises unless the first name is in the same batch.
-    """
-    names = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, VocabParallelEmbedding):
-            names[f"{prefix}.weight"] = module
-    first = {module: name for name, module in reversed(names.items())}
-    return names.keys() - first.values()
-
-
 def _refuse_wrong_result(recorder: WriteRecorder, *, check_cover: bool) -> None:
     partial = []
     for target in recorder.targets.values():
         if target.is_bypassed:
-            raise _plan_error(
+            raise plan_error(
                 target.name,
                 f"{target.name} would keep its old value: the model's loader does not go through the "
                 "parameter's own, which is all that vLLM's layerwise reload sees; vLLM cannot update "
                 "this model while it runs",
                 phase="finish",
             )
-        if target.is_optional or _is_attention(target.layer):
+        if target.is_optional or is_attention(target.layer):
             continue
         # What stays in place (a bias) may be left out as a whole; what is on the meta device, not.
         if target.boxes or (target.tensor.is_meta and _is_loaded(target.layer)):
@@ -292,15 +275,13 @@ def _refuse_wrong_result(recorder: WriteRecorder, *, check_cover: bool) -> None:
             if num_written < num_expected:
                 partial.append((target.name, f"{num_written} of {num_expected} elements"))
     if partial and check_cover:
-        raise _plan_error(
-            partial[0][0],
-            "; ".join(f"{name} got {got}" for name, got in partial[:5])
-            + (f"; and {len(partial) - 5} more" if len(partial) > 5 else "")
-            + ": a layer is updated whole or not at all; send in one round all checkpoint names that "
-            "it is made of",
-            phase="finish",
-        )
+        raise plan_error(partial[0][0], partial_text(partial), phase="finish")
 
 
-def _plan_error(name: str, message: str, phase: str = "update") -> PlanError:
-    return PlanError(message, side="worker", phase=phase, param=name or None)
+def partial_text(partial: Sequence[tuple[str, str]]) -> str:
+    """What is wrong with a round that writes these parameters in part: (name, how much of it)."""
+    return (
+        "; ".join(f"{name} got {got}" for name, got in partial[:5])
+        + (f"; and {len(partial) - 5} more" if len(partial) > 5 else "")
+        + ": a layer is updated whole or not at all; send in one round all checkpoint names that it is made of"
+    )

@@ -1,0 +1,1 @@
+"""Where the bytes of a checkpoint land in a model: traced from its loader once, then written there without it."""

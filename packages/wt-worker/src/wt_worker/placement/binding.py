@@ -1,0 +1,108 @@
+"""A plan, bound to the tensors that serve: written in place, digested in place, and checked to be the same tensors still."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from wt_worker.placement.installed import InstalledDigests
+from wt_worker.placement.plan import Box, Copy, NamePlan, Plan
+
+__all__ = ["Binding", "Landing", "misfit"]
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Elements of a checkpoint parameter, and the tensor that they go into."""
+
+    copy: Copy
+    tensor: torch.Tensor
+
+    def part(self) -> tuple[torch.Tensor, Box]:
+        """What it writes, and what of the checkpoint parameter that holds."""
+        return self.region(self.copy), self.copy.source
+
+    def region(self, copy: Copy) -> torch.Tensor:
+        """The view of the tensor that `copy`, a part of this one's, writes."""
+        box = copy.destination
+        return self.tensor.as_strided(box.shape, box.strides, self.tensor.storage_offset() + box.offset)
+
+
+def misfit(plan: Plan, parameter: str, tensor: torch.Tensor) -> str | None:
+    """Why `tensor`, which serves as `parameter`, is not laid out as its loader saw it; None if it is."""
+    expected = plan.by_parameter[parameter]
+    for what, want, got in (
+        ("shape", expected.shape, tuple(tensor.shape)),
+        ("dtype", expected.dtype_name, str(tensor.dtype).rpartition(".")[2]),
+        ("strides", expected.strides, tuple(tensor.stride())),
+    ):
+        if want != got:
+            return f"{parameter} is served with {what} {got}, and loaded with {want}"
+    return None
+
+
+class Binding:
+    """The part of `plan` that is written in place.
+
+    Args:
+        plan: what lands where.
+        tensors: the tensors that serve, by parameter; laid out as the plan says (`misfit`).
+        parameters: which of them are written in place. A checkpoint parameter is, if all that it goes to is.
+    """
+
+    def __init__(self, plan: Plan, tensors: Mapping[str, torch.Tensor], parameters: Collection[str]) -> None:
+        self.plan = plan
+        self.parameters = frozenset(parameters)
+        self._tensors = {name: tensors[name].detach() for name in self.parameters}
+        self._layout = {name: _layout(tensors[name]) for name in self.parameters}
+        self._landings: dict[str, tuple[Landing, ...]] = {}
+        for name in plan.names:
+            if name.problem is None and self.parameters.issuperset(name.parameters):
+                self._landings[name.name] = tuple(Landing(copy, self._tensors[copy.parameter]) for copy in name.copies)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._landings
+
+    def landings(self, name: str) -> tuple[Landing, ...] | None:
+        """Where checkpoint parameter `name` goes; empty if no byte of it belongs here, None if it is not written in place."""
+        return self._landings.get(name)
+
+    def is_bound_to(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `tensors` are the tensors that it was bound to: the same memory, laid out in the same way."""
+        for name, (pointer, shape, stride, dtype) in self._layout.items():
+            tensor = tensors.get(name)
+            if (
+                tensor is None
+                or tensor.data_ptr() != pointer
+                or tensor.shape != shape
+                or tensor.stride() != stride
+                or tensor.dtype != dtype
+            ):
+                return False
+        return True
+
+    def fill(self) -> None:
+        """The constants of the plan are in place."""
+        for name in self.parameters & self.plan.fills_of.keys():
+            for fill in self.plan.fills_of[name]:
+                box, tensor = fill.region, self._tensors[name]
+                tensor.as_strided(box.shape, box.strides, tensor.storage_offset() + box.offset).fill_(fill.value)
+
+    def digests(self, names: Sequence[NamePlan]) -> list[list[int]]:
+        """Of each of `names`, the digest of each of its parts as installed, as if the others were zero."""
+        landings = [self._landings[name.name] for name in names]
+        found = iter(InstalledDigests([[each.part()] for parts in landings for each in parts]).now())
+        return [list(islice(found, len(parts))) for parts in landings]
+
+    def digest_of(self, name: NamePlan) -> int:
+        """Of all its parts together."""
+        return sum(self.digests([name])[0]) & _MASK
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

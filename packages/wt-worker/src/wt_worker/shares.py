@@ -1,0 +1,105 @@
+"""What each digest of a rank is over, in one round: the wire's `Placed`, and the numbers that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from wt_common.session import Placed
+from wt_worker.installers.base import Prepared
+from wt_worker.placement.binding import Binding
+from wt_worker.placement.installed import InstalledDigests
+from wt_worker.placement.plan import Box, NamePlan, count_elements
+
+__all__ = ["Shares"]
+
+RECEIVED, WHOLE, PARTS, NOTHING = "rwpn"
+
+
+@dataclass(slots=True)
+class Shares:
+    """A character of `Placed.kinds` for each parameter, and `Placed.parts`. They do not change."""
+
+    kinds: str
+    parts: list[list[int]]
+    not_in_place: dict[str, list[str]]
+    _received: frozenset[int] = field(init=False, repr=False)
+    _reading: _Reading | None = field(default=None, init=False, repr=False, compare=False)  # of the last round
+
+    def __post_init__(self) -> None:
+        self._received = frozenset(index for index, kind in enumerate(self.kinds) if kind == RECEIVED)
+
+    @classmethod
+    def of(cls, prepared: Prepared, verify: str) -> Shares:
+        """Those of a round that is installed as `prepared` says; unless `verify` is `full`, all digests are over what came."""
+        names = prepared.binding.plan.names
+        if verify != "full":
+            return cls(RECEIVED * len(names), [], prepared.not_in_place)
+        kinds = [_kind(name, prepared) for name in names]
+        parts = [
+            [index, copy.source.num_elements, copy.source.key]
+            for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
+            if kind == PARTS
+            for copy in name.copies
+        ]
+        return cls("".join(kinds), parts, prepared.not_in_place)
+
+    def message(self, round_number: int) -> Placed:
+        """It as the session carries it."""
+        return Placed(round=round_number, kinds=self.kinds, parts=self.parts, not_in_place=self.not_in_place)
+
+    def received(self, also: list[int]) -> frozenset[int]:
+        """The places in the metadata whose received bytes are digested; `also` is `Go.received`."""
+        return self._received.union(also) if also else self._received
+
+    def digests(self, received: Mapping[int, int], binding: Binding) -> list[int]:
+        """All digests in the wire's order: those of what came, by place in the metadata, and those of what is installed."""
+        reading = self._reading
+        if reading is None or reading.binding is not binding or reading.received != received.keys():
+            reading = self._reading = self._read(frozenset(received), binding)
+        installed = reading.installed.now()
+        if not received:
+            return installed
+        rest = iter(installed)
+        return [next(rest) if index is None else received[index] for index in reading.order]
+
+    def _read(self, received: frozenset[int], binding: Binding) -> _Reading:
+        order: list[int | None] = []
+        subjects: list[list[tuple[torch.Tensor, Box]]] = []
+        for index, (name, kind) in enumerate(zip(binding.plan.names, self.kinds, strict=True)):
+            if index in received:
+                order.append(index)
+            elif kind in (WHOLE, PARTS):
+                parts = [landing.part() for landing in binding.landings(name.name) or ()]
+                found = [parts] if kind == WHOLE else [[part] for part in parts]
+                subjects += found
+                order += [None] * len(found)
+        return _Reading(binding, received, order, InstalledDigests(subjects))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How the digests are computed: `order` has a place in the metadata for what came, None for what is installed."""
+
+    binding: Binding
+    received: frozenset[int]
+    order: list[int | None]
+    installed: InstalledDigests
+
+
+def _kind(name: NamePlan, prepared: Prepared) -> str:
+    """What the digest of `name` is over, when it comes in the dtype that was asked for."""
+    if name.name not in prepared.binding:
+        return RECEIVED
+    if not name.copies:
+        return NOTHING if prod(name.shape) else WHOLE
+    dtype_name = prepared.casts.get(name.name, name.dtype_name)
+    parameters = prepared.binding.plan.by_parameter
+    if any(parameters[copy.parameter].dtype_name != dtype_name for copy in name.copies):
+        return RECEIVED
+    sources = [copy.source for copy in name.copies]
+    total = sum(source.num_elements for source in sources)
+    return WHOLE if total == prod(name.shape) == count_elements(sources) else PARTS
