@@ -6,12 +6,22 @@ cell (`nox -s integration -- --all`). Together they contain every value of every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["ALL", "DEFAULT", "ENGINES", "LAYOUTS", "MODELS", "Case"]
+__all__ = [
+    "ALL",
+    "DEFAULT",
+    "ENGINES",
+    "LAYOUTS",
+    "MODELS",
+    "PLACEMENT_ALL",
+    "PLACEMENT_DEFAULT",
+    "Case",
+    "PlacementCase",
+]
 
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3-moe")
-"""Kinds of `models.py`."""
+"""Kinds of `models.py` that are crossed with layouts and engines; `PLACEMENT_ALL` has all kinds."""
 
 LAYOUTS = {
     "whole": 1,  # one rank with the whole model, under its checkpoint names
@@ -67,6 +77,83 @@ ALL = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementCase:
+    """One model, and how each of its layers must be installed once it is proved.
+
+    Attributes:
+        model: kind of `models.py`.
+        packed: whether layers multiply with packed copies of their weights, as is usual on a CPU, or with these, as on CUDA.
+        num_ranks: of tensor parallelism.
+        not_in_place: words of each reason for which a layer goes through the loader, and how many layers have it.
+        kinds: how many parameters the plan writes in each way.
+    """
+
+    model: str
+    packed: bool
+    num_ranks: int = 1
+    not_in_place: dict[str, int]
+    kinds: dict[str, int]
+
+    def __str__(self) -> str:
+        return f"{self.model}-{'packed' if self.packed else 'unpacked'}-tp{self.num_ranks}"
+
+
+def _placed(model: str, variant: str, not_in_place: dict[str, int], **kinds: int) -> PlacementCase:
+    words, _, ranks = variant.partition("-tp")
+    named = {kind.replace("_", "+"): count for kind, count in kinds.items()}
+    return PlacementCase(
+        model=model, packed=words == "packed", num_ranks=int(ranks or 1), not_in_place=not_in_place, kinds=named
+    )
+
+
+PLACEMENT_ALL = (
+    _placed("llama", "unpacked", {}, whole=0),
+    _placed("llama", "packed", {}, whole=0),
+    _placed("llama", "unpacked-tp2", {}, whole=0),
+    _placed("llama-tied", "unpacked", {}, whole=0),
+    _placed("llama-tied", "packed", {}, whole=0),
+    _placed("llama-tied", "unpacked-tp2", {}, whole=0),
+    _placed("llama-oddvocab", "unpacked", {}, whole=0),
+    _placed("llama-oddvocab", "packed", {}, whole=0),
+    _placed("llama-oddvocab", "unpacked-tp2", {}, whole=0),
+    _placed("qwen2", "unpacked", {}, whole=0),
+    _placed("qwen2", "packed", {}, whole=0),
+    _placed("qwen2", "unpacked-tp2", {}, whole=0),
+    _placed("qwen3", "unpacked", {}, whole=0),
+    _placed("qwen3", "packed", {}, whole=0),
+    _placed("qwen3", "unpacked-tp2", {}, whole=0),
+    _placed("qwen3-moe", "unpacked", {}, whole=0),
+    _placed("qwen3-moe", "packed", {}, whole=0),
+    _placed("qwen3-moe", "unpacked-tp2", {}, whole=0),
+    _placed("mixtral", "unpacked", {}, whole=0),
+    _placed("mixtral", "packed", {}, whole=0),
+    _placed("mixtral", "unpacked-tp2", {}, whole=0),
+    _placed("gemma3", "unpacked", {}, whole=0),
+    _placed("gemma3", "packed", {}, whole=0),
+    _placed("gemma3", "unpacked-tp2", {}, whole=0),
+    _placed("phi3", "unpacked", {}, whole=0),
+    _placed("phi3", "packed", {}, whole=0),
+    _placed("phi3", "unpacked-tp2", {}, whole=0),
+    _placed("gpt2", "unpacked", {}, whole=0),
+    _placed("gpt2", "packed", {}, whole=0),
+    _placed("gpt2", "unpacked-tp2", {}, whole=0),
+    _placed("falcon", "unpacked", {}, whole=0),
+    _placed("falcon", "packed", {}, whole=0),
+    _placed("falcon", "unpacked-tp2", {}, whole=0),
+    _placed("gpt-oss", "unpacked", {}, whole=0),
+    _placed("gpt-oss", "packed", {}, whole=0),
+    _placed("gpt-oss", "unpacked-tp2", {}, whole=0),
+    _placed("deepseek-v2", "unpacked", {}, whole=0),
+    _placed("deepseek-v2", "packed", {}, whole=0),
+    _placed("deepseek-v2", "unpacked-tp2", {}, whole=0),
+    _placed("mamba2", "unpacked", {}, whole=0),
+    _placed("mamba2", "packed", {}, whole=0),
+    _placed("mamba2", "unpacked-tp2", {}, whole=0),
+)
+PLACEMENT_DEFAULT = PLACEMENT_ALL[:5]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GPUCase:
     """One cell of `nox -s gpu_integration`.
 
@@ -79,6 +166,7 @@ class GPUCase:
         worker_gpus: those of the engine, one for each tensor-parallel rank.
         trainer_dtype: of the trainer's weights; the engine's are bfloat16.
         cuda_graphs: whether the engine captures them.
+        not_in_place: the reasons for which layers are not written in place, and how many.
         trainer_needs: modules that the trainer's environment must have.
         worker_needs: modules that the worker's environment must have.
     """
@@ -91,6 +179,7 @@ class GPUCase:
     worker_gpus: tuple[int, ...]
     trainer_dtype: str = "bfloat16"
     cuda_graphs: bool = False
+    not_in_place: dict[str, int] = field(default_factory=dict)
     trainer_needs: tuple[str, ...] = ("torch", "transformers")
     worker_needs: tuple[str, ...] = ("torch", "vllm", "wt_worker")
 

@@ -28,6 +28,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "server" in metafunc.fixturenames:
         sizes = [2, 1] if metafunc.config.getoption("--all") else [2]
         metafunc.parametrize("server", sizes, ids=[f"tp{size}" for size in sizes], indirect=True, scope="module")
+    if "placement" in metafunc.fixturenames:
+        chosen = cases.PLACEMENT_ALL if metafunc.config.getoption("--all") else cases.PLACEMENT_DEFAULT
+        metafunc.parametrize("placement", chosen, ids=str, scope="module")
     if "case" in metafunc.fixturenames:
         chosen = cases.ALL if metafunc.config.getoption("--all") else cases.DEFAULT
         metafunc.parametrize("case", chosen, ids=str)

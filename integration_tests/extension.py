@@ -1,8 +1,16 @@
-"""A vLLM worker extension for tests: a call that every rank answers with its own name."""
+"""Mixed into vLLM's worker class by tests: calls that every rank answers, about the model that it serves."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+if os.environ.get("WT_TEST_UNPACKED") == "1":
+    # Layers of vLLM's CPU build multiply with packed copies of their weights; without them they do as on CUDA. This module is
+    # imported by each worker before it builds its model.
+    import vllm._custom_ops
+
+    vllm._custom_ops._supports_onednn = False
 
 
 class EchoExtension:
@@ -10,3 +18,183 @@ class EchoExtension:
 
     def echo_rank(self, value: Any) -> str:
         return f"{value} from rank {self.rank}"
+
+
+class PlacementExtension:
+    """What tests of placement ask a worker."""
+
+    def live_digests(self) -> dict[str, int]:
+        """The digest of every parameter and buffer that serves, by its name."""
+        from wt_worker.digest import tensor_digest
+
+        model = self.model_runner.model
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+
+    def kinds(self) -> dict[str, str]:
+        """How each parameter that the last round wrote is written, by the plan."""
+        engine = self.weight_transfer_engine
+        plan = list(engine._installers[id(engine.model)]._states.values())[-1].plan
+        return {each.name: plan.kind(each.name) for each in plan.parameters if plan.kind(each.name) != "untouched"}
+
+    def flip_next(self, moment: str, param: str, rank: int) -> None:
+        """On this rank, once, a bit of `param` flips: in `flight`, in `staging`, or when it is `installed`."""
+        if rank != self.rank:
+            return
+        from wt_worker.channels.gloo import GlooChannel
+        from wt_worker.placement.writer import RoundWriter
+
+        engine = self.weight_transfer_engine
+        if moment == "installed":
+            tensor = self.model_runner.model.get_parameter(param)
+            _once(engine, "_await_verdict", lambda *_: _flip(tensor))
+        elif moment == "staging":
+            names = engine._metadata[id(engine.model)].metadata.names
+
+            def flip(writer: Any, group: Any, buffer: Any, _: int) -> bool:
+                for piece in group.pieces:
+                    if names[piece.index] == param:
+                        _flip(buffer[piece.offset : piece.offset + piece.num_bytes])
+                        return True
+                return False
+
+            _once(RoundWriter, "take", flip)
+        else:
+            original = GlooChannel.broadcast
+
+            def broadcast(channel: Any, buffers: Any, deadline: float) -> None:
+                GlooChannel.broadcast = original
+                original(channel, buffers, deadline)
+                _flip(buffers[0])  # the first parameter's first bit
+
+            GlooChannel.broadcast = broadcast
+
+    def plant(self, trap: str) -> str:
+        """The model is one that a write in place would get wrong in the way named; returned is the layer that is concerned.
+
+        What earlier rounds have proved is forgotten.
+        """
+        self.weight_transfer_engine._installers.clear()
+        self._undo = []
+        return str(getattr(self, f"_plant_{trap}")(self.model_runner.model))
+
+    def uproot(self) -> None:
+        """What was planted is gone."""
+        for undo in reversed(self._undo):
+            undo()
+        self.weight_transfer_engine._installers.clear()
+
+    def refuses_moving_experts(self) -> str:
+        """What is raised where experts are balanced while the server runs."""
+        from types import SimpleNamespace
+
+        from wt_worker.vllm.derived import refuse
+
+        try:
+            refuse(SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True)))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def move_experts(self) -> None:
+        """The planted map of experts says something else than when the model was loaded."""
+        layer = self.model_runner.model.model.layers[0].mlp
+        layer._expert_map.copy_(layer._expert_map.flip(0))
+
+    def _plant_float_copy(self, model: Any) -> str:
+        attention = model.model.layers[0].self_attn.attn
+        attention.impl.probe = model.model.layers[0].input_layernorm.weight.detach().double()
+        self._undo.append(lambda: delattr(attention.impl, "probe"))
+        return "model.layers.0.input_layernorm"
+
+    def _plant_concatenated(self, model: Any) -> str:
+        import torch
+
+        layer = model.model.layers[0]
+        weights = (layer.mlp.gate_up_proj.weight, layer.self_attn.qkv_proj.weight)
+        layer.mlp.probe = [torch.cat([weight.detach() for weight in weights])]
+        self._undo.append(lambda: delattr(layer.mlp, "probe"))
+        return "model.layers.0.mlp.gate_up_proj"
+
+    def _plant_transform(self, model: Any, change: Any) -> None:
+        """The processing of the first layer's o_proj changes its weight, in the same shape."""
+        method = model.model.layers[0].self_attn.o_proj.quant_method
+        original = method.process_weights_after_loading
+
+        def process(layer: Any) -> None:
+            original(layer)
+            layer.weight.data.copy_(change(layer.weight.data))
+
+        method.process_weights_after_loading = process
+        self._undo.append(lambda: delattr(method, "process_weights_after_loading"))
+
+    def _plant_transposed(self, model: Any) -> str:
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        size = weight.shape[0]
+        square = slice(0, size)
+
+        def transpose(data: Any) -> Any:
+            data = data.clone()
+            data[:, square] = data[:, square].t().clone()
+            return data
+
+        self._plant_transform(model, transpose)
+        return "model.layers.0.self_attn.o_proj"
+
+    def _plant_repacked(self, model: Any) -> str:
+        self._plant_transform(model, lambda data: data.flip(0))
+        return "model.layers.0.self_attn.o_proj"
+
+    def _plant_replaced(self, model: Any) -> str:
+        import torch
+
+        norm = model.model.layers[0].input_layernorm
+        original = model.load_weights
+
+        def load(pairs: Any) -> Any:
+            norm.register_parameter("weight", torch.nn.Parameter(torch.empty(norm.weight.shape), requires_grad=False))
+            return original(pairs)
+
+        model.load_weights = load
+        self._undo.append(lambda: delattr(model, "load_weights"))
+        return "model.layers.0.input_layernorm"
+
+    def _plant_two_names(self, model: Any) -> str:
+        before = model.lm_head.weight
+        model.lm_head.weight = model.model.embed_tokens.weight
+        self._undo.append(lambda: setattr(model.lm_head, "weight", before))
+        return "lm_head"
+
+    def _plant_expert_map(self, model: Any) -> str:
+        import torch
+
+        layer = model.model.layers[0].mlp
+        layer._expert_map = torch.arange(4)
+        self._undo.append(lambda: delattr(layer, "_expert_map"))
+        return "model.layers.0.mlp.gate_up_proj"
+
+
+def _once(owner: Any, name: str, before: Any) -> None:
+    """The next call of `owner.name` comes after `before(*arguments)`; one that returns False leaves it for the call after."""
+    original = getattr(owner, name)
+
+    def changed(*args: Any) -> Any:
+        if before(*args) is not False:
+            setattr(owner, name, original)
+        return original(*args)
+
+    setattr(owner, name, changed)
+
+
+def _flip(tensor: Any) -> None:
+    """The lowest bit of the first byte is the other one."""
+    import torch
+
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    data[:1].bitwise_xor_(1)
+
+
+class TestExtension(EchoExtension, PlacementExtension):
+    """All of it."""
+
+    __test__ = False

@@ -101,8 +101,8 @@ def check(page: Path, words: list[str]) -> None:
     elif words[:2] == ["pip", "install"]:
         known = {"nox", "wt-worker", "wt-trainer", "wt-worker[serve]", "wt-trainer[ray]"}
         assert set(words[2:]) <= known, (page, words)
-    elif words[:3] == ["python", "-m", "wt_worker.serve"]:
-        command = [worker_python(), "-m", "wt_worker.serve", "--help"]
+    elif words[:2] == ["python", "-m"] and words[2] in {"wt_worker.plan", "wt_worker.serve"}:
+        command = [worker_python(), "-m", words[2], "--help"]
         done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=60, check=True)
         assert all(word in done.stdout for word in words if word.startswith("--")), (page, words)
     elif words[:2] == ["vllm", "serve"]:

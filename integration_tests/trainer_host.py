@@ -165,6 +165,10 @@ class Trainer:
         info = GlooTrainerInitInfo(rank=self.rank, **{"timeout_s": 30, **self.config.get("info", {}), **options})
         self.engine = WeightTransferTrainerFactory.trainer_init(info, client=self.client(), source=self.source)
 
+    def tie(self, param: str, to: str) -> None:
+        """`param` is sent with the values of `to`."""
+        self.source.tied[param] = to
+
     def reach(self, workers: list[int]) -> None:
         """The next init's client calls these workers."""
         self.config["workers"] = workers
@@ -253,11 +257,14 @@ class CheckpointSource(WeightSource):
         self.lie, self.lie_about = lie, lie_about
         self.stop_after = -1
         self.pause_s = 0.0
+        self.tied: dict[str, str] = {}  # names that are sent with another's tensor
 
     def _items(self) -> list[tuple[str, torch.Tensor]]:
         import models
 
-        return [self._tell(*item) for item in models.checkpoint_items(self.model) if item[0] != self.withhold]
+        items = dict(models.checkpoint_items(self.model))
+        items |= {name: items[to] for name, to in self.tied.items()}
+        return [self._tell(*item) for item in items.items() if item[0] != self.withhold]
 
     def _tell(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         if name != self.lie_about:

@@ -142,6 +142,8 @@ class VLLMHost:
 
     def __init__(self, config: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if config.get("unpacked"):
+            os.environ["WT_TEST_UNPACKED"] = "1"  # see extension.py
         import torch
         from vllm import LLM
 
@@ -157,7 +159,12 @@ class VLLMHost:
             kv_cache_memory_bytes=64 << 20,
             weight_transfer_config={"backend": config.get("backend", "wt_gloo")},
             tensor_parallel_size=config.get("tensor_parallel_size", 1),
+            worker_extension_cls="extension.TestExtension",
         )
+
+    def each_rank(self, method: str, arguments: list[Any]) -> list[Any]:
+        """The answer of every worker rank to a call of `extension.py`."""
+        return self.llm.collective_rpc(method, args=tuple(arguments))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         from wt_worker import WeightTransferInitRequest
