@@ -15,6 +15,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "integration_tests")]  # measure.py
 
 BENCHMARKS = {
     "control_plane": "a round of a one-parameter model over HTTP: what a round costs beside its bytes",
+    "digest": "the digest of 1 GB, of many small tensors and of a shard on one core, against one copy of the same bytes",
     "gloo_dense": "1 GB in bfloat16 to the embedded server, against gloo alone",
 }
 """Each is a module of this folder with `measure()`, which yields the lines of one run."""
