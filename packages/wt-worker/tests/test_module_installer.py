@@ -513,35 +513,36 @@ def load_scaled(model, name, tensor):
         model.get_parameter(name).copy_(tensor)
 
 
-def test_value_that_is_read_goes_through_the_loader():
-    """A scale that becomes a Python number has no value while the loader is traced, so it is loaded."""
-    model = Loaded(load_scaled, scale=torch.zeros(4), w=torch.zeros(2, 2))
-    tensors = {"scale": torch.tensor(2.5), "w": torch.randn(2, 2)}
+def load_by_flag(model, name, tensor):
+    if name == "scale":
+        model.is_high = bool(tensor > 2)
+        model.scale.copy_(tensor.expand(4))
+    else:
+        (model.w if model.is_high else model.scale).copy_(tensor)
+
+
+def load_lists(model, name, tensor):
+    model.get_parameter(name).copy_(torch.tensor(tensor.tolist()))
+
+
+@pytest.mark.parametrize("load", [load_scaled, load_by_flag, load_lists], ids=lambda each: each.__name__)
+def test_loader_that_reads_values_loads_everything(load):
+    """What a loader does with a value cannot be known without it, so nothing is in place; every round arrives."""
+    model = Loaded(load, scale=torch.zeros(4), w=torch.zeros(4))
+    scale = torch.full((4,), 2.5) if load is load_lists else torch.tensor(2.5)
     installer = ModuleInstaller(model)
-    send(installer, tensors)
-    assert torch.equal(model.scale, torch.full((4,), 2.5))
-    assert torch.equal(model.w, tensors["w"])
+    before = pointers(model)
+    for _ in range(2):
+        tensors = {"scale": scale, "w": torch.randn(4)}
+        assert send(installer, tensors) == InstallResult(num_parameters=2, not_synced=())
+        assert torch.equal(model.scale, torch.full((4,), 2.5))
+        assert torch.equal(model.w, tensors["w"])
+    assert pointers(model) == before
     prepared = prepare(installer, announced(tensors))
-    assert ("scale" in prepared.binding, "w" in prepared.binding) == (False, True)
     ((reason, names),) = prepared.not_in_place.items()
-    assert "filled with a computed value (test_module_installer.py:" in reason
-    assert names == ["scale"]
-
-
-def test_loader_that_cannot_run_without_values_loads_everything():
-    """A loader that takes its values out of torch cannot be traced; nothing is in place, and every round arrives."""
-
-    def load(model, name, tensor):
-        model.get_parameter(name).copy_(torch.tensor(tensor.tolist()))
-
-    model = Loaded(load, a=torch.zeros(4), b=torch.zeros(3))
-    installer = ModuleInstaller(model)
-    tensors = {"a": torch.randn(4), "b": torch.randn(3)}
-    assert send(installer, tensors) == InstallResult(num_parameters=2, not_synced=())
-    assert torch.equal(model.a, tensors["a"])
-    assert torch.equal(model.b, tensors["b"])
-    prepared = prepare(installer, announced(tensors))
-    assert [*prepared.not_in_place.values()] == [["a", "b"]]
+    assert reason.startswith("the loader failed at scale, or shortly before it: ")
+    assert load is load_lists or "reads a value (test_module_installer.py:" in reason
+    assert names == ["scale", "w"]
     assert not prepared.binding.parameters
 
 

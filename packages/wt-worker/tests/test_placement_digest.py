@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from wt_common.digest import BLOCK_WORDS, digest_bytes
 from wt_worker.digest import tensor_digest
-from wt_worker.placement.digest import box_digest
-from wt_worker.placement.plan import row_major
+from wt_worker.placement.digest import box_digest, box_factors
+from wt_worker.placement.installed import InstalledDigests
+from wt_worker.placement.plan import Box, row_major
 
 DTYPES = [
     torch.bool,
@@ -140,6 +141,50 @@ def test_live_parameters():
     halves = box_digest(parameter[:, :4], 0, (8, 1)) + box_digest(parameter[:, 4:], 4, (8, 1))
     assert halves % 2**64 == tensor_digest(parameter)
     assert box_digest(parameter[:0], 5, (8, 1)) == 0
+
+
+@given(shape=st.lists(st.integers(1, 9), max_size=3), dtype=st.sampled_from(DTYPES), data=st.data())
+@settings(deadline=None)
+def test_installed_digests_are_those_of_their_boxes(shape, dtype, data):
+    """Several boxes of several parameters, read where they lie, as often as their bytes are new; parts of one place add up."""
+    tensors = [random_tensor(shape, dtype) for _ in range(3)]
+    subjects = []
+    for tensor in tensors:
+        slices = [slice(data.draw(st.integers(0, size - 1)), size, data.draw(STEPS)) for size in shape]
+        region, offset, strides = cut(tensor, slices)
+        subjects.append([(region, Box(offset, tuple(region.shape), strides))])
+    subjects += [[*subjects[0], *subjects[1]], [], [(tensors[2].flatten(), Box.whole(shape))]]
+    installed = InstalledDigests(subjects)
+    for _ in range(2):
+        expected = [sum(box_digest(region, box.offset, box.strides) for region, box in parts) for parts in subjects]
+        assert installed.now() == [total % 2**64 for total in expected]
+        for index, tensor in enumerate(tensors):
+            tensor.copy_(random_tensor([index + 2, *shape], dtype)[-1])
+
+
+def test_installed_digests_of_large_and_odd_boxes():
+    """What is not small, or cuts words apart, has its digest beside what is small."""
+    parameter = random_tensor((300, 400), torch.bfloat16)
+    odd = random_tensor((5, 7), torch.bfloat16)
+    regions = [
+        cut(parameter, (slice(100, 300, 1), slice(0, 400, 1))),
+        cut(parameter, (slice(0, 300, 1), slice(100, 301, 1))),
+    ]
+    regions += [cut(odd, (slice(0, 5, 1), slice(1, 4, 1))), cut(odd, (slice(1, 2, 1), slice(0, 7, 1)))]
+    regions += [cut(odd.view(7, 5), (slice(2, 4, 1), slice(0, 5, 1))), (parameter[2], 800, (1,))]
+    boxes = [(region, Box(offset, tuple(region.shape), strides)) for region, offset, strides in regions]
+    boxes += [(parameter[100:].flatten(), Box(40_000, (80_000,), (1,))), (odd[:0], Box(0, (0, 7), (7, 1)))]
+    found = InstalledDigests([[box] for box in boxes]).now()
+    assert found == [box_digest(region, box.offset, box.strides) for region, box in boxes]
+
+
+def test_factors_of_a_box_that_cuts_words():
+    """Elements of less than a word have no factors of their own, unless they come in whole words."""
+    cpu = torch.device("cpu")
+    assert box_factors(cpu, 2, Box(2, (3, 4), (6, 1))) is not None
+    for box in (Box(1, (4,), (1,)), Box(0, (3,), (1,)), Box(0, (2, 4), (5, 1)), Box(0, (4,), (2,)), Box(0, (), ())):
+        assert box_factors(cpu, 2, box) is None
+    assert len(box_factors(cpu, 8, Box(1, (2, 3), (7, 2)))) == 12
 
 
 @pytest.mark.parametrize(("offset", "strides"), [(0, (1,)), (-1, (2, 1)), (0, (0, 1)), (0, (2, -1))])

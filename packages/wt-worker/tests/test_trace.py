@@ -249,7 +249,7 @@ def test_name_that_the_loader_ignores_has_no_copy_and_no_problem():
 
 
 def test_value_that_is_read_is_seen():
-    """A scale that becomes a Python number."""
+    """A scale that becomes a Python number; who has no way to find out what it would become is told by an error."""
 
     def load(parameters, pairs):
         for _, tensor in pairs:
@@ -259,6 +259,14 @@ def test_value_that_is_read_is_seen():
     assert "reads its value" in plan.names[0].problem
     assert "filled with a computed value (test_trace.py:" in plan.parameters[0].problem
     assert (plan.fills, plan.kind("a")) == ((), "loader")
+    with pytest.raises(TraceError, match=r"failed at b, .*: reads a value \(test_trace.py:\d+\)") as caught:
+        trace(
+            [("b", F32, ())],
+            [Target("a", "", torch.zeros(4))],
+            lambda pairs: load({"a": torch.zeros(4)}, pairs),
+            may_read=False,
+        )
+    assert caught.value.reads_values
 
 
 @pytest.mark.parametrize(

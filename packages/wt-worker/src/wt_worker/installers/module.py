@@ -24,7 +24,7 @@ class ModuleInstaller:
 
     A module with a `load_weights(pairs)` of its own names them as that method does. Either is traced once, and then everything is
     written in place, so pointers stay valid; a copy casts between floating dtypes and moves between devices. What cannot be
-    traced, and a parameter that two names go to, is loaded.
+    traced, and a parameter that two names go to, is loaded; all is, where the loader reads a value, which it may act upon.
     """
 
     def __init__(self, model: torch.nn.Module, *, check_cover: bool = True) -> None:
@@ -129,7 +129,7 @@ class ModuleInstaller:
             targets = [*first.values()][::-1]
         try:
             with _unchanged(self._model):
-                return trace(rows, targets, self._load or self._load_by_name)
+                return trace(rows, targets, self._load or self._load_by_name, may_read=False)
         except TraceError as error:
             if error.reads_values:
                 return unplannable(rows, targets, str(error))

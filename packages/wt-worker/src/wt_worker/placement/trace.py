@@ -105,6 +105,8 @@ def trace(
     targets: Iterable[Target],
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
     loading: Mapping[int, int] | None = None,
+    *,
+    may_read: bool = True,
 ) -> Plan:
     """Where `load`, given the checkpoint tensors that `rows` announces, puts them.
 
@@ -114,11 +116,13 @@ def trace(
         load: a model's `load_weights`: takes (name, tensor) pairs. It is called once; nothing that it writes arrives.
         loading: how many loaders of each target, by the target tensor's id, are running, counted by whoever wrapped them; None
             if they are not wrapped. A target that is written outside is marked as bypassed.
+        may_read: a loader that reads a value is told some number, and what it then does is taken for what it always does. Only
+            for a caller who compares the plan with a real load.
 
     Raises:
-        TraceError: the loader raised.
+        TraceError: the loader raised, or read a value that it may not read.
     """
-    tracer = Tracer(rows, targets, loading)
+    tracer = Tracer(rows, targets, loading, may_read=may_read)
     last = ""
 
     def feed() -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,9 +157,12 @@ class Tracer(TorchDispatchMode):
         rows: Sequence[tuple[str, torch.dtype, Sequence[int]]],
         targets: Iterable[Target],
         loading: Mapping[int, int] | None = None,
+        *,
+        may_read: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.has_lied = False  # whether the loader was given a value that no checkpoint tensor has
+        self._may_read = may_read
         self._rows = list(rows)
         self._loading = loading
         self._sources: dict[int, _Source] = {}  # all by storage, which these keep alive
@@ -363,6 +370,8 @@ class Tracer(TorchDispatchMode):
                 return self._follow(out, list(zip(slabs, parts, strict=True)))
         if operation == "_local_scalar_dense":
             self.has_lied = True
+            if not self._may_read:
+                raise ValueError(f"reads a value ({_where()})")
             for index in indices:
                 self._flag(index, f"the loader reads its value ({_where()})")
             return {torch.bool: False}.get(inputs[0].dtype, 1 if not inputs[0].is_floating_point() else 1.0)

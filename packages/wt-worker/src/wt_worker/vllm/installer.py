@@ -71,7 +71,10 @@ class _State:
     names: dict[str, NamePlan]
     expert_maps: list[tuple[torch.Tensor, torch.Tensor]]
     prepared: Prepared | None = None
-    num_walks: int = 0
+    bound: Binding | None = None
+    """What was bound last, and so the tensors of which something was proved."""
+    is_covered: bool = False
+    """Whether no layer gets a part; it was not asked yet if not."""
 
     def rows(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """The list: names, dtypes' names and shapes, sorted."""
@@ -117,28 +120,25 @@ class VLLMInstaller:
                 would give the right weights.
         """
         refuse(self._vllm_config)
-        state = self._states.get(digest)
-        if state is not None and state.prepared is not None and not self._has_changed(state):
-            self._state = state
-            self._states[digest] = self._states.pop(digest)  # the last one is the latest
-            return state.prepared
+        state = self._states.pop(digest, None)
         if state is None or self._has_changed(state):
             state = self._new_state(metadata)
-            self._states.pop(digest, None)
             while len(self._states) >= _MAX_PLANS:
                 del self._states[next(iter(self._states))]
-            self._states[digest] = state
-        self._state = state
-        state.prepared = self._prepared(state)
-        self.route_id += 1
+        if self.check_cover and not state.is_covered:
+            self._refuse_gaps(state.plan, state.layers)
+            state.is_covered = True
+        self._states[digest] = self._state = state  # the last one is the latest
+        if state.prepared is None:
+            state.prepared = self._prepared(state)
+            self.route_id += 1
         return state.prepared
 
     def _has_changed(self, state: _State) -> bool:
-        """Whether a tensor that serves is another one than when `state` was made, or an expert has moved."""
-        moved = any(not torch.equal(now, then) for now, then in state.expert_maps)
-        if moved or state.prepared is None:
-            return moved
-        if state.prepared.binding.is_bound_to(self._live()):
+        """Whether a tensor that serves is another one than when `state` was last bound, or an expert has moved."""
+        if any(not torch.equal(now, then) for now, then in state.expert_maps):
+            return True
+        if state.bound is None or state.bound.is_bound_to(self._live()):
             return False
         logger.info("tensors of the model were replaced: what was proved of them is forgotten")
         return True
@@ -164,7 +164,6 @@ class VLLMInstaller:
             targets = [Target(name, name.rpartition(".")[0], tensor) for name, tensor in self._model.named_parameters()]
             plan = unplannable(rows, targets, str(error))
         layers = self._judge(plan)
-        self._refuse_gaps(plan, layers)
         strays = {name.name for name in plan.names if name.problem}
         live = [name for name, _ in self._model.named_parameters() if name not in strays]
         known = plan.by_parameter
@@ -242,13 +241,11 @@ class VLLMInstaller:
 
     def _refuse_gaps(self, plan: Plan, layers: Mapping[str, _Layer]) -> None:
         """No layer gets a part of its parameters, and no parameter a part of its elements."""
-        if not self.check_cover:
-            return
         partial = []
         for parameter in plan.parameters:
             written = parameter.num_written
             layer = layers[parameter.layer]
-            if written is None or parameter.is_optional or is_attention(layer.module):
+            if written is None or parameter.problem or parameter.is_optional or is_attention(layer.module):
                 continue
             is_begun = written > 0 or (parameter.is_emptied and layer.parameters)
             if is_begun and written < parameter.num_expected:
@@ -274,7 +271,7 @@ class VLLMInstaller:
         for layer in state.layers.values():
             if layer.parameters and layer not in in_place:
                 not_in_place.setdefault(layer.reason or "not proved yet", []).append(layer.name)
-        binding = Binding(state.plan, self._live(), parameters)
+        binding = state.bound = Binding(state.plan, self._live(), parameters)
         num_layers = sum(map(len, not_in_place.values()))
         logger.info("%d layers are written in place, %d are not: %s", len(in_place), num_layers, _short(not_in_place))
         return Prepared(casts=state.casts, binding=binding, not_in_place=not_in_place)
@@ -296,6 +293,8 @@ class VLLMInstaller:
             rows = sorted(zip(metadata.names, metadata.dtype_names, map(tuple, metadata.shapes), strict=True))
             known = (state for state in self._states.values() if state.rows() == rows)
             state = next(known, None) or self._new_state(metadata)
+            if self.check_cover:
+                self._refuse_gaps(state.plan, state.layers)
         is_bound = not self._has_changed(state)
         layers = [
             LayerDescription.of(
@@ -374,6 +373,7 @@ class VLLMInstaller:
             finally:
                 self._touched |= self._reload.touched
             written = self._reload.written
+        self._touched = True
         state.prepared.binding.fill()
         recompute(self._model, self._model_config)
         if self._before is not None:
@@ -410,7 +410,7 @@ class VLLMInstaller:
         touched = self._touched
         if self._reload.is_open:
             touched |= self._reload.abort()
-        self._touched = False
+        self._touched = touched  # until the next round begins
         self._replays = {}
         self._before = None
         self._state = None
@@ -495,7 +495,7 @@ class VLLMInstaller:
             layer for layer in state.layers.values() if layer.reason is None and layer.came and not layer.is_proved
         ]
         parameters = [name for layer in state.layers.values() if layer.reason is None for name in layer.parameters]
-        binding = Binding(state.plan, live, parameters)
+        binding = state.bound = Binding(state.plan, live, parameters)
         for layer in pending:
             names = [state.names[name] for name in layer.came if name in binding]
             found = dict(zip((name.name for name in names), binding.digests(names), strict=True))
