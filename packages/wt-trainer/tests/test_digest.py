@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wt_common.digest import BLOCK_WORDS, digest_bytes
-from wt_trainer.digest import block_factors, tensor_digest, tensor_digests
+from wt_trainer.digest import SmallDigests, block_factors, tensor_digest, tensor_digests, unsigned
 
 DTYPES = [
     torch.bool,
@@ -147,6 +147,61 @@ def test_many_tensors_keep_their_order(monkeypatch):
     ]
     assert tensor_digests(iter(tensors)) == [tensor_digest(tensor) for tensor in tensors]
     assert tensor_digests([]) == []
+
+
+def of_small(small, count):
+    totals = torch.zeros(count, dtype=torch.int64)
+    small.add_to(totals)
+    return unsigned(totals)
+
+
+@pytest.mark.parametrize("at_once", [64, 1000, BLOCK_BYTES])
+def test_small_tensors_again_and_again(monkeypatch, at_once):
+    """Rows at equal distances, others, several shapes and layouts, in any order: each has its digest, also when bytes are new."""
+    monkeypatch.setattr("wt_trainer.digest.BLOCK_BYTES", at_once)
+    store = random_tensor((40, 6), torch.float32)
+    halves = torch.zeros(9, 4, dtype=torch.bfloat16)
+    tensors = [
+        *store[3:20],
+        *reversed(store[:2]),
+        store[30],
+        store[30],
+        *store.t()[:3],
+        *halves[:5].flatten()[1:17].split(4),
+        *halves.split(3),
+        halves[:8].view(4, 8).t(),
+        random_tensor((6,), torch.int32, 5),
+        random_tensor((24,), torch.bool, 6),
+    ]
+    small = SmallDigests(torch.device("cpu"))
+    for place, tensor in enumerate(tensors):
+        assert SmallDigests.takes(tensor)
+        small.add(place, tensor)
+    for seed in range(3):
+        assert of_small(small, len(tensors)) == [digest_bytes(bytes_of(tensor)) for tensor in tensors]
+        store.copy_(random_tensor(store.shape, store.dtype, seed))
+        halves.copy_(random_tensor(halves.shape, halves.dtype, seed))
+
+
+def test_small_parts_add_up():
+    """Digests of one place are added, with the factors of their places in the parameter; none at all is nothing."""
+    tensor = random_tensor((50,), torch.float32)
+    small = SmallDigests(torch.device("cpu"))
+    assert of_small(small, 1) == [0]
+    small = SmallDigests(torch.device("cpu"))
+    one = torch.ones(1, dtype=torch.int32)
+    factors = torch.tensor([tensor_digest(one, 4 * index) for index in range(50)], dtype=torch.uint64).view(torch.int64)
+    for part, its_factors in zip(tensor.split(20), factors.split(20), strict=True):
+        small.add(0, part, its_factors)
+    assert of_small(small, 1) == [digest_bytes(bytes_of(tensor))]
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(0, torch.float32), (3, torch.int8), (5000, torch.float32), (2, torch.complex64)], ids=str
+)
+def test_what_is_not_small(count, dtype):
+    """Nothing, a word that is not whole, much, and what cannot be read as words."""
+    assert not SmallDigests.takes(torch.zeros(count, dtype=dtype))
 
 
 def test_block_factors_grow():

@@ -71,8 +71,9 @@ class Staging:
         slot = count % self._num_buffers
         known = self._operations.get((number, slot))
         if known is None:
-            buffer = self._buffer(slot)
-            known = [self._plan(pieces, buffer, wire) for pieces in operations(groups[number])]
+            with torch.inference_mode(mode=False):  # else it could not be written outside of it in a later round
+                buffer = self._buffer(slot)
+                known = [self._plan(pieces, buffer, wire) for pieces in operations(groups[number])]
             self._operations[number, slot] = known
         buffers: list[torch.Tensor] = []
         lent: list[Loan] = []

@@ -125,8 +125,8 @@ class _Rows:
 class SmallDigests:
     """The digests of small tensors that stay where they are, computed again whenever their bytes are new.
 
-    What can be known beforehand is worked out once. Those of one shape that lie at equal distances are read as the rows of one tensor:
-    a tenth of a microsecond for each; others cost one or two, as in `tensor_digests`.
+    What can be known beforehand is worked out once. Those of one shape that lie at equal distances are read as the rows of one
+    tensor: a tenth of a microsecond for each; others cost one or two, as in `tensor_digests`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -193,7 +193,8 @@ def unsigned(totals: torch.Tensor) -> list[int]:
 @torch.no_grad()
 def digest_total(tensor: torch.Tensor, offset_bytes: int = 0) -> torch.Tensor:
     """What `tensor_digest` returns, as a 0-d int64 tensor on the tensor's device that wraps around; nothing is waited for."""
-    if offset_bytes == 0 and (words := _one_block(tensor)) is not None:  # a fifth of the time that the way for all tensors takes
+    words = _one_block(tensor) if offset_bytes == 0 else None
+    if words is not None:  # a fifth of the time that the way for all tensors takes
         factors = word_factors(tensor.device)[: len(words)]
         return torch.dot(words.to(torch.int64), factors) * block_factors(tensor.device, 1)[0]
     sums: list[torch.Tensor] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count as numbers
 
 import torch
 
@@ -27,10 +26,11 @@ class InstalledDigests:
     def __init__(self, subjects: Sequence[Sequence[tuple[torch.Tensor, Box]]]) -> None:
         self._count = len(subjects)
         self._small: dict[torch.device, SmallDigests] = {}
-        self._runs: dict[torch.device, list[tuple[int, torch.Tensor, int]]] = {}  # place, bytes in order, where they begin
+        # (place, bytes in the parameter's order, where they begin in it), and all else:
+        self._runs: dict[torch.device, list[tuple[int, torch.Tensor, int]]] = {}
         self._boxes: list[tuple[int, torch.Tensor, Box]] = []
         factors: dict[tuple[torch.device, int, Box], torch.Tensor | None] = {}
-        for place, parts in zip(numbers(), subjects):
+        for place, parts in enumerate(subjects):
             for region, box in parts:
                 self._add(place, region, box, factors)
 

@@ -157,6 +157,8 @@ class RoundWriter:
 
     def finish(self) -> None:
         """Parameters without elements, which no group carries, are installed too."""
+        if 0 not in self.sizes:
+            return
         empty = [
             self._parameter(index, torch.empty(0, dtype=torch.uint8))
             for index, size in enumerate(self.sizes)
