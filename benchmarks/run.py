@@ -17,6 +17,9 @@ BENCHMARKS = {
     "control_plane": "a round of a one-parameter model over HTTP: what a round costs beside its bytes",
     "digest": "the digest of 1 GB, of many small tensors and of a shard on one core, against one copy of the same bytes",
     "gloo_dense": "1 GB in bfloat16 to the embedded server, against gloo alone",
+    "install_direct": "1 GB in 30,000 tensors from staging into the model, in place and by its loader, against one copy",
+    "placement_replay": "30,000 small parameters and no wire: what our own code costs in a round, on each side",
+    "placement_trace": "tracing the loader of 18,867 checkpoint names",
 }
 """Each is a module of this folder with `measure()`, which yields the lines of one run."""
 

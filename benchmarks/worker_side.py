@@ -1,4 +1,7 @@
-"""What is measured on the worker's side: `worker_side.py NAME` prints one line of JSON. The benchmarks call it (`child.py`)."""
+"""What is measured on the worker's side: `worker_side.py NAME` prints one line of JSON; the benchmarks call it (`child.py`).
+
+One thread, and its CPU time, best of several: what other processes do meanwhile is not ours.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from math import prod
 
 import mixture
 import torch
-from measure import best_of, in_turn
+from measure import best_of
 
 from wt_common.packing import Group, plan_groups
 from wt_common.session import Finishing, Metadata, encode_message
@@ -27,7 +29,7 @@ NUM_PARTS = 60
 
 
 def measure_trace() -> dict[str, float]:
-    """Tracing the loader of a mixture of experts, and that loader alone; CPU time of one thread, best of three."""
+    """Tracing the loader of a mixture of experts, and that loader alone; best of three."""
     model = mixture.Mixture(mixture.Config())
     rows = list(mixture.checkpoint(model.config))
     targets = [Target(name, name.rpartition(".")[0], tensor) for name, tensor in model.by_name.items()]
@@ -64,10 +66,11 @@ class Fused(torch.nn.Module):
             self.register_parameter(f"fused_{index}", torch.nn.Parameter(tensor, requires_grad=False))
 
     def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
         for name, tensor in pairs:
             parameter, _, part = name.partition(".")
             columns = tensor.narrow(1, self.of_columns - self.shape[1], self.shape[1])
-            self.get_parameter(parameter).data[int(part)].copy_(columns)
+            parameters[parameter].data[int(part)].copy_(columns)
 
     def metadata(self) -> Metadata:
         """Of a checkpoint for it."""
@@ -92,15 +95,12 @@ class Rounds:
         self.groups = plan_groups(sizes, max_bytes=GROUP_BYTES, max_pieces=4096)
         self.staging = [torch.randint(0, 100, (GROUP_BYTES,), dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
 
-    def begin(self) -> RoundWriter:
+    def writer(self) -> RoundWriter:
         """A round has begun."""
-        if self.installer.prepare(self.metadata, "the benchmark's") is not self.prepared:
-            raise RuntimeError("what was prepared is not used again")
-        dtypes = [torch.bfloat16] * len(self.metadata.names)
         writer = RoundWriter(
             self.metadata,
             "the benchmark's",
-            dtypes,
+            [torch.bfloat16] * len(self.metadata.names),
             self.installer,
             cut_bytes=GROUP_BYTES,
             cache=self.cache,
@@ -122,28 +122,13 @@ class Rounds:
 
     def round(self) -> None:
         """A whole round, with the message that ends it."""
-        writer = self.begin()
+        if self.installer.prepare(self.metadata, "the benchmark's") is not self.prepared:
+            raise RuntimeError("what was prepared is not used again")
+        writer = self.writer()
         self.write(writer)
         digests = self.shares.digests(writer.received, self.prepared.binding)
         encode_message(Finishing(round=1, digests=digests))
         self.installer.commit()
-
-
-def measure_replay(of_columns: int) -> dict[str, float]:
-    """A round's work beside receiving, for parameters of 128 bytes in the model; CPU time of the thread, best of 20.
-
-    The reference is one `Tensor.copy_` for each parameter.
-    """
-    model = Fused((4, 16), of_columns)
-    rounds = Rounds(model, model.metadata())
-    copies = [(torch.empty(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)) for _ in rounds.metadata.names]
-
-    def copy() -> None:
-        for target, tensor in copies:
-            target.copy_(tensor)
-
-    ours_ms, reference_ms = best_of(rounds.round, copy, runs=20, clock=time.thread_time)
-    return {"ours_ms": ours_ms, "reference_ms": reference_ms, "num_bytes": rounds.num_bytes, "runs": 20}
 
 
 class Separate(torch.nn.Module):
@@ -164,8 +149,26 @@ class Separate(torch.nn.Module):
         )
 
 
+def measure_replay(model: Fused | Separate) -> dict[str, float]:
+    """A round's work beside receiving, for parameters of 128 bytes in the model; best of 20.
+
+    The reference is one `Tensor.copy_` for each parameter.
+    """
+    rounds = Rounds(model, model.metadata())
+    copies = [
+        (torch.empty(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)) for _ in rounds.metadata.names
+    ]
+
+    def copy() -> None:
+        for target, tensor in copies:
+            target.copy_(tensor)
+
+    ours_ms, reference_ms = best_of(rounds.round, copy, runs=20, clock=time.thread_time)
+    return {"ours_ms": ours_ms, "reference_ms": reference_ms, "num_bytes": rounds.num_bytes, "runs": 20}
+
+
 def measure_direct(model: Fused | Separate) -> dict[str, float]:
-    """Writing 1 GB that is in the staging buffers in place, and through the installer's loader; CPU time of the thread, best of 7.
+    """Writing 1 GB that is in the staging buffers, in place and through the installer's loader; best of 7.
 
     The reference is one copy of the same bytes out of the same buffers.
     """
@@ -173,7 +176,7 @@ def measure_direct(model: Fused | Separate) -> dict[str, float]:
     flat = torch.zeros(sum(group.num_bytes for group in rounds.groups), dtype=torch.uint8)
 
     def write() -> None:
-        rounds.write(rounds.begin())
+        rounds.write(rounds.writer())
 
     def load() -> None:
         rounds.installer.begin()
@@ -202,8 +205,9 @@ def measure_direct(model: Fused | Separate) -> dict[str, float]:
 
 MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "trace": measure_trace,
-    "replay": partial(measure_replay, 16),
-    "replay_parts": partial(measure_replay, 32),
+    "replay": lambda: measure_replay(Fused((4, 16), 16)),
+    "replay_parts": lambda: measure_replay(Fused((4, 16), 32)),
+    "replay_separate": lambda: measure_replay(Separate((4, 16))),
     "direct": lambda: measure_direct(Fused((16, 1040), 1040)),
     "direct_separate": lambda: measure_direct(Separate((16, 1040))),
 }
