@@ -85,72 +85,211 @@ class PlacementCase:
         packed: whether layers multiply with packed copies of their weights, as is usual on a CPU, or with these, as on CUDA.
         num_ranks: of tensor parallelism.
         not_in_place: words of each reason for which a layer goes through the loader, and how many layers have it.
-        kinds: how many parameters the plan writes in each way.
+        kinds: how many parameters the plan writes in each way, by rank.
     """
 
     model: str
     packed: bool
     num_ranks: int = 1
     not_in_place: dict[str, int]
-    kinds: dict[str, int]
+    kinds: tuple[dict[str, int], ...]
 
     def __str__(self) -> str:
         return f"{self.model}-{'packed' if self.packed else 'unpacked'}-tp{self.num_ranks}"
 
 
-def _placed(model: str, variant: str, not_in_place: dict[str, int], **kinds: int) -> PlacementCase:
+def _placed(model: str, variant: str, not_in_place: dict[str, int], *kinds: dict[str, int]) -> PlacementCase:
     words, _, ranks = variant.partition("-tp")
-    named = {kind.replace("_", "+"): count for kind, count in kinds.items()}
     return PlacementCase(
-        model=model, packed=words == "packed", num_ranks=int(ranks or 1), not_in_place=not_in_place, kinds=named
+        model=model, packed=words == "packed", num_ranks=int(ranks or 1), not_in_place=not_in_place, kinds=kinds
     )
 
 
 PLACEMENT_ALL = (
-    _placed("llama", "unpacked", {}, whole=0),
-    _placed("llama", "packed", {}, whole=0),
-    _placed("llama", "unpacked-tp2", {}, whole=0),
-    _placed("llama-tied", "unpacked", {}, whole=0),
-    _placed("llama-tied", "packed", {}, whole=0),
-    _placed("llama-tied", "unpacked-tp2", {}, whole=0),
-    _placed("llama-oddvocab", "unpacked", {}, whole=0),
-    _placed("llama-oddvocab", "packed", {}, whole=0),
-    _placed("llama-oddvocab", "unpacked-tp2", {}, whole=0),
-    _placed("qwen2", "unpacked", {}, whole=0),
-    _placed("qwen2", "packed", {}, whole=0),
-    _placed("qwen2", "unpacked-tp2", {}, whole=0),
-    _placed("qwen3", "unpacked", {}, whole=0),
-    _placed("qwen3", "packed", {}, whole=0),
-    _placed("qwen3", "unpacked-tp2", {}, whole=0),
-    _placed("qwen3-moe", "unpacked", {}, whole=0),
-    _placed("qwen3-moe", "packed", {}, whole=0),
-    _placed("qwen3-moe", "unpacked-tp2", {}, whole=0),
-    _placed("mixtral", "unpacked", {}, whole=0),
-    _placed("mixtral", "packed", {}, whole=0),
-    _placed("mixtral", "unpacked-tp2", {}, whole=0),
-    _placed("gemma3", "unpacked", {}, whole=0),
-    _placed("gemma3", "packed", {}, whole=0),
-    _placed("gemma3", "unpacked-tp2", {}, whole=0),
-    _placed("phi3", "unpacked", {}, whole=0),
-    _placed("phi3", "packed", {}, whole=0),
-    _placed("phi3", "unpacked-tp2", {}, whole=0),
-    _placed("gpt2", "unpacked", {}, whole=0),
-    _placed("gpt2", "packed", {}, whole=0),
-    _placed("gpt2", "unpacked-tp2", {}, whole=0),
-    _placed("falcon", "unpacked", {}, whole=0),
-    _placed("falcon", "packed", {}, whole=0),
-    _placed("falcon", "unpacked-tp2", {}, whole=0),
-    _placed("gpt-oss", "unpacked", {}, whole=0),
-    _placed("gpt-oss", "packed", {}, whole=0),
-    _placed("gpt-oss", "unpacked-tp2", {}, whole=0),
-    _placed("deepseek-v2", "unpacked", {}, whole=0),
-    _placed("deepseek-v2", "packed", {}, whole=0),
-    _placed("deepseek-v2", "unpacked-tp2", {}, whole=0),
-    _placed("mamba2", "unpacked", {}, whole=0),
-    _placed("mamba2", "packed", {}, whole=0),
-    _placed("mamba2", "unpacked-tp2", {}, whole=0),
+    _placed("llama", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed(
+        "llama",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 6, "strided": 4, "whole": 5},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
+    ),
+    _placed("llama", "packed", {"packed copy": 10}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed("llama-tied", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 1, "whole": 9}),
+    _placed(
+        "llama-tied",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 5, "strided": 4, "whole": 5},
+        {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 5},
+    ),
+    _placed("llama-tied", "packed", {"packed copy": 9}, {"contiguous": 4, "contiguous+filled": 1, "whole": 9}),
+    _placed("llama-oddvocab", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed(
+        "llama-oddvocab",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 6, "strided": 4, "whole": 5},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
+    ),
+    _placed("llama-oddvocab", "packed", {"packed copy": 10}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed("qwen2", "unpacked", {}, {"contiguous": 6, "contiguous+filled": 2, "whole": 9}),
+    _placed(
+        "qwen2",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 8, "strided": 4, "whole": 5},
+        {"contiguous": 6, "contiguous+filled": 2, "strided": 4, "whole": 5},
+    ),
+    _placed("qwen2", "packed", {"packed copy": 10}, {"contiguous": 6, "contiguous+filled": 2, "whole": 9}),
+    _placed("qwen3", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 1, "whole": 13}),
+    _placed(
+        "qwen3",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 5, "strided": 4, "whole": 9},
+        {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 9},
+    ),
+    _placed("qwen3", "packed", {"packed copy": 9}, {"contiguous": 4, "contiguous+filled": 1, "whole": 13}),
+    _placed(
+        "qwen3-moe", "unpacked", {"repacked for the kernel": 2}, {"contiguous": 6, "contiguous+filled": 2, "whole": 13}
+    ),
+    _placed(
+        "qwen3-moe",
+        "unpacked-tp2",
+        {"repacked for the kernel": 2},
+        {"contiguous": 6, "strided": 4, "whole": 11},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 11},
+    ),
+    _placed(
+        "qwen3-moe",
+        "packed",
+        {"repacked for the kernel": 2, "packed copy": 8},
+        {"contiguous": 6, "contiguous+filled": 2, "whole": 13},
+    ),
+    _placed(
+        "mixtral", "unpacked", {"repacked for the kernel": 2}, {"contiguous": 6, "contiguous+filled": 2, "whole": 9}
+    ),
+    _placed(
+        "mixtral",
+        "unpacked-tp2",
+        {"repacked for the kernel": 2},
+        {"contiguous": 6, "strided": 4, "whole": 7},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 7},
+    ),
+    _placed(
+        "mixtral",
+        "packed",
+        {"repacked for the kernel": 2, "packed copy": 8},
+        {"contiguous": 6, "contiguous+filled": 2, "whole": 9},
+    ),
+    _placed("gemma3", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 1, "whole": 17}),
+    _placed(
+        "gemma3",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 5, "strided": 4, "whole": 13},
+        {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 13},
+    ),
+    _placed("gemma3", "packed", {"packed copy": 9}, {"contiguous": 4, "contiguous+filled": 1, "whole": 17}),
+    _placed("phi3", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed(
+        "phi3",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 6, "strided": 4, "whole": 5},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
+    ),
+    _placed("phi3", "packed", {"packed copy": 10}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed("gpt2", "unpacked", {}, {"contiguous": 2, "contiguous+filled": 1, "strided": 8, "whole": 17}),
+    _placed(
+        "gpt2",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 5, "strided": 8, "whole": 15},
+        {"contiguous": 4, "contiguous+filled": 1, "strided": 8, "whole": 15},
+    ),
+    _placed("gpt2", "packed", {"packed copy": 9}, {"contiguous": 2, "contiguous+filled": 1, "strided": 8, "whole": 17}),
+    _placed("falcon", "unpacked", {}, {"contiguous": 2, "contiguous+filled": 2, "whole": 16}),
+    _placed(
+        "falcon",
+        "unpacked-tp2",
+        {},
+        {"contiguous": 6, "strided": 4, "whole": 10},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 10},
+    ),
+    _placed("falcon", "packed", {"packed copy": 10}, {"contiguous": 2, "contiguous+filled": 2, "whole": 16}),
+    _placed(
+        "gpt-oss",
+        "unpacked",
+        {"repacked for the kernel": 2},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 19},
+    ),
+    _placed(
+        "gpt-oss",
+        "unpacked-tp2",
+        {"repacked for the kernel": 2},
+        {"contiguous": 8, "strided": 8, "whole": 13},
+        {"contiguous": 6, "contiguous+filled": 4, "strided": 8, "whole": 11},
+    ),
+    _placed(
+        "gpt-oss",
+        "packed",
+        {"repacked for the kernel": 2, "packed copy": 8},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 19},
+    ),
+    _placed(
+        "deepseek-v2",
+        "unpacked",
+        {"repacked for the kernel": 1},
+        {"contiguous": 4, "contiguous+filled": 2, "whole": 18},
+    ),
+    _placed(
+        "deepseek-v2",
+        "unpacked-tp2",
+        {"repacked for the kernel": 1},
+        {"contiguous": 9, "strided": 5, "whole": 10},
+        {"contiguous": 7, "contiguous+filled": 2, "strided": 5, "whole": 10},
+    ),
+    _placed(
+        "deepseek-v2",
+        "packed",
+        {"packed copy": 13, "repacked for the kernel": 1},
+        {"contiguous": 4, "contiguous+filled": 2, "whole": 18},
+    ),
+    _placed(
+        "mamba2",
+        "unpacked",
+        {"weight_utils.py": 2},
+        {"contiguous": 6, "contiguous+filled": 2, "loader": 2, "whole": 11},
+    ),
+    _placed(
+        "mamba2",
+        "unpacked-tp2",
+        {"weight_utils.py": 2},
+        {"contiguous": 14, "loader": 2, "strided": 2, "whole": 3},
+        {"contiguous": 12, "contiguous+filled": 2, "loader": 2, "strided": 2, "whole": 3},
+    ),
+    _placed(
+        "mamba2",
+        "packed",
+        {"packed copy": 6, "weight_utils.py": 2},
+        {"contiguous": 6, "contiguous+filled": 2, "loader": 2, "whole": 11},
+    ),
 )
-PLACEMENT_DEFAULT = PLACEMENT_ALL[:5]
+PLACEMENT_DEFAULT = tuple(
+    case
+    for case in PLACEMENT_ALL
+    if str(case)
+    in {
+        "llama-oddvocab-unpacked-tp2",  # padding, shards, parts of a parameter on each rank
+        "gpt2-unpacked-tp1",  # transposed
+        "gpt-oss-unpacked-tp1",  # replayed experts beside layers in place
+        "deepseek-v2-unpacked-tp1",  # latent attention
+        "mamba2-packed-tp1",  # a value transform; packed copies
+    }
+)
+"""Of the kinds that `DEFAULT` does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +305,10 @@ class GPUCase:
         worker_gpus: those of the engine, one for each tensor-parallel rank.
         trainer_dtype: of the trainer's weights; the engine's are bfloat16.
         cuda_graphs: whether the engine captures them.
-        not_in_place: the reasons for which layers are not written in place, and how many.
+        not_in_place: words of the reasons for which layers are not written in place, and how many.
+        quantization: what the engine quantizes to as it loads; None is not at all.
+        tolerance: of a log-probability, against transformers in float32; a missing parameter shows by 0.25 or more. None
+            compares nothing, where the two compute differently.
         trainer_needs: modules that the trainer's environment must have.
         worker_needs: modules that the worker's environment must have.
     """
@@ -180,6 +322,8 @@ class GPUCase:
     trainer_dtype: str = "bfloat16"
     cuda_graphs: bool = False
     not_in_place: dict[str, int] = field(default_factory=dict)
+    quantization: str | None = None
+    tolerance: float | None = 0.15
     trainer_needs: tuple[str, ...] = ("torch", "transformers")
     worker_needs: tuple[str, ...] = ("torch", "vllm", "wt_worker")
 
@@ -209,6 +353,36 @@ GPU_CASES = (
         trainer_gpus=(None, None),
         worker_gpus=(0, 1),
         trainer_dtype="float32",
+    ),
+    # Views of one weight in another; a loader that writes behind its parameters' own; everything through the loader.
+    GPUCase(
+        id="gloo-tp1-mla",
+        backend="gloo",
+        model="deepseek-v2",
+        layout="whole",
+        trainer_gpus=(None,),
+        worker_gpus=(0,),
+        tolerance=None,
+    ),
+    GPUCase(
+        id="gloo-tp1-gpt-oss",
+        backend="gloo",
+        model="gpt-oss",
+        layout="whole",
+        trainer_gpus=(None,),
+        worker_gpus=(0,),
+        tolerance=None,
+    ),
+    GPUCase(
+        id="gloo-tp1-online-fp8",
+        backend="gloo",
+        model="llama",
+        layout="whole",
+        trainer_gpus=(None,),
+        worker_gpus=(0,),
+        quantization="fp8",
+        tolerance=None,
+        not_in_place={"quantization method": 8},
     ),
 )
 """Cells for GPUs, one session each; a new backend adds its own."""

@@ -11,9 +11,6 @@ from cases import GPU_CASES, LAYOUTS, GPUCase
 from harness import TrainerHost, WorkerHost, free_port, together
 
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100, 33, 10, 65, 66]
-TOLERANCE = (
-    0.15  # of a log-probability in bfloat16, against float32 on the CPU; a missing parameter shows by 0.25 or more
-)
 
 
 @pytest.fixture
@@ -39,6 +36,7 @@ def test_rounds(cell: GPUCase, checkpoint: Callable[[str], Path], tmp_path: Path
         tensor_parallel_size=len(cell.worker_gpus),
         enforce_eager=not cell.cuda_graphs,
         fill_memory=not cell.cuda_graphs,  # it forbids what torch.compile measures
+        quantization=cell.quantization,
     )
     trainers = [
         TrainerHost(tmp_path, environment={"CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu)})
@@ -77,9 +75,12 @@ def test_rounds(cell: GPUCase, checkpoint: Callable[[str], Path], tmp_path: Path
             print(f"seed {seed}: {report['seconds']}; not in place: {report['workers'][0]['not_in_place']}")
             assert report["outcome"] == "committed"
             assert all(each["not_synced"] == [] for each in report["workers"])
-            assert difference < TOLERANCE
+            assert cell.tolerance is None or difference < cell.tolerance
         for worker_report in report["workers"]:
-            found = {reason: len(layers) for reason, layers in worker_report["not_in_place"].items()}
+            found: dict[str, int] = {}
+            for reason, layers in worker_report["not_in_place"].items():
+                key = next((words for words in cell.not_in_place if words in reason), reason)
+                found[key] = found.get(key, 0) + len(layers)
             assert found == cell.not_in_place
         assert computed[0] == fresh
         assert computed[3] != fresh != computed[4]

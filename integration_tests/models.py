@@ -134,8 +134,8 @@ _KINDS: dict[str, tuple[type[PreTrainedModel], Any]] = {
         DeepseekV2Config(
             **_SHAPE | {"num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
             q_lora_rank=None,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
             first_k_dense_replace=1,
             n_routed_experts=4,
             num_experts_per_tok=3,  # with 2, some seeds leave an expert without any token of a short prompt

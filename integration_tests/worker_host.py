@@ -159,6 +159,7 @@ class VLLMHost:
             kv_cache_memory_bytes=64 << 20,
             weight_transfer_config={"backend": config.get("backend", "wt_gloo")},
             tensor_parallel_size=config.get("tensor_parallel_size", 1),
+            quantization=config.get("quantization"),
             worker_extension_cls="extension.TestExtension",
         )
 
