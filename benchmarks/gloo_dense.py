@@ -1,7 +1,8 @@
 """1 GB in bfloat16 to the embedded server: `send_weights()` whole, against gloo alone moving the same bytes in the same chunks.
 
-Beside it, as `gloo_dense_flat`, against one flat broadcast. Both references receive into memory that has been touched, and do
-nothing else: no control plane, no check, no second copy.
+Without digests first (`verify="off"`), then as is the default (`gloo_dense_verified`). Beside it, as `gloo_dense_flat`, against one
+flat broadcast. Both references receive into memory that has been touched, and do nothing else: no control plane, no check, no
+second copy.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ def measure() -> Iterator[str]:
         with EmbeddedServer(Path(directory), Path(directory)) as server:
             server.wait_ready()
             client = HTTPVLLMWeightSyncClient(server.base_url, timeout=120)
-            info = GlooTrainerInitInfo(rank=0, timeout_s=120)
-            trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
-            num_bytes = trainer.send_weights().num_bytes
+            num_bytes = sum(parameter.nbytes for parameter in model.parameters())
             with Reference(worker_python(), num_bytes, Path(directory)) as reference:
-                ours_ms, chunks_ms, flat_ms = in_turn(
-                    trainer.send_weights,
-                    lambda: reference.move(CHUNK_BYTES),
-                    lambda: reference.move(num_bytes),
-                    runs=RUNS,
-                )
-            trainer.shutdown()
-    fields = {"ours_ms": ours_ms, "num_bytes": num_bytes, "runs": RUNS}
-    yield line("gloo_dense", reference_ms=chunks_ms, **fields)
-    yield line("gloo_dense_flat", reference_ms=flat_ms, **fields)
+                for name, verify in (("gloo_dense", "off"), ("gloo_dense_verified", "full")):
+                    info = GlooTrainerInitInfo(rank=0, timeout_s=120, verify=verify)
+                    trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
+                    ours_ms, chunks_ms, flat_ms = in_turn(
+                        trainer.send_weights,
+                        lambda: reference.move(CHUNK_BYTES),
+                        lambda: reference.move(num_bytes),
+                        runs=RUNS,
+                    )
+                    trainer.shutdown()
+                    yield line(name, ours_ms=ours_ms, reference_ms=chunks_ms, num_bytes=num_bytes, runs=RUNS)
+                    if verify == "off":
+                        flat = {"ours_ms": ours_ms, "reference_ms": flat_ms, "num_bytes": num_bytes, "runs": RUNS}
+                        yield line("gloo_dense_flat", **flat)
