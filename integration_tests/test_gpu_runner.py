@@ -10,15 +10,16 @@ from pathlib import Path
 
 import gpu_runner
 import pytest
-from cases import GPU_CASES, LAYOUTS, MODELS
+from cases import GPU_CASES, LAYOUTS
 from harness import HERE
+from models import KINDS
 
 
 def test_cells_are_well_formed() -> None:
     """Ids are unique, every trainer rank has a place, and GPUs are counted from 0 without a gap."""
     assert len({case.id for case in GPU_CASES}) == len(GPU_CASES)
     for case in GPU_CASES:
-        assert case.model in MODELS
+        assert case.model in KINDS
         assert len(case.trainer_gpus) == LAYOUTS[case.layout]
         used = {gpu for gpu in (*case.trainer_gpus, *case.worker_gpus) if gpu is not None}
         assert used == set(range(case.num_gpus))

@@ -34,6 +34,7 @@ STRAY = "copied into a tensor that is no parameter"
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _NO_VALUES = (
+    "numpy is not available",  # where it is, its error is one of those about the device
     *("meta tensor", "meta device", "'meta' device", "device type meta", "register_meta", "unallocated storage"),
     "incompatible tensor type",
 )
