@@ -1,8 +1,8 @@
 """1 GB in bfloat16 to the embedded server: `send_weights()` whole, against gloo alone moving the same bytes in the same chunks.
 
-Without digests first (`verify="off"`), then as is the default (`gloo_dense_verified`). Beside it, as `gloo_dense_flat`, against one
-flat broadcast. Both references receive into memory that has been touched, and do nothing else: no control plane, no check, no
-second copy.
+Without digests first (`verify="off"`), then with them, which is the default (`gloo_dense_verified`). Beside it, as
+`gloo_dense_flat`, against one flat broadcast. Both references receive into memory that has been touched, and do nothing else: no
+control plane, no check, no second copy.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._told: dict[str, Shares] = {}  # what the sender was told last, by the metadata's digest
         self._metadata: dict[int, _Known] = {}  # by the target model's id
         self._open = False
-        self._poisoned_by: set[str] = set()  # digests of the metadata of rounds that left the model half-written
+        # By the target model's id, the digests of the metadata of rounds that left it half-written.
+        self._poisoned_by: dict[int, set[str]] = {}
         self._held = False
         self._digest = ""  # of the metadata of the round in progress, or of the last
         self._not_synced: tuple[str, ...] = ()  # by the last round that was installed
@@ -211,8 +212,10 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             if in_hand is not None:
                 in_hand.installer.commit()
             self._open = False
-            # What a failed round left is mended by a whole round, or by one of the same parameters.
-            self._poisoned_by -= {self._digest} if self._not_synced else self._poisoned_by
+            # What a failed round left in this model is mended by a whole round, or by one of the same parameters.
+            left = self._poisoned_by.pop(id(self.model), set()) - {self._digest}
+            if left and self._not_synced:
+                self._poisoned_by[id(self.model)] = left
             self.last_outcome = Outcome.COMMITTED
 
     def shutdown(self) -> None:
@@ -359,7 +362,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         except Exception:
             logger.exception("the model could not be restored after a failed round: restart this engine")
         if touched:
-            self._poisoned_by.add(self._digest)
+            self._poisoned_by.setdefault(id(self.model), set()).add(self._digest)
         self.last_outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
         self._writer_cache.clear()
         self._end_transfer(failed=True)

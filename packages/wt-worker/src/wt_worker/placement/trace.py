@@ -26,7 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wt_worker.placement.image import Image
 from wt_worker.placement.plan import Box, Copy, Fill, NamePlan, ParameterPlan, Plan, count_elements, row_major
 
-__all__ = ["STRAY", "Target", "TraceError", "Tracer", "trace", "unplannable"]
+__all__ = ["REPLACED", "STRAY", "Target", "TraceError", "Tracer", "trace", "unplannable"]
+
+REPLACED = "replaced by the loader"
+"""The problem of a parameter in whose place the loader puts another one."""
 
 STRAY = "copied into a tensor that is no parameter"
 """How the problem of a checkpoint parameter begins that the loader puts into a tensor of its own making."""
@@ -262,7 +265,10 @@ class Tracer(TorchDispatchMode):
             patches, problem = self._patches(source)
             if problem or not image.write(destination, patches):
                 indices = image.indices | {index for _, index, _ in patches} | self._indices(of)
-                self._spoil(destination, indices, problem or f"aten.copy_ of parts that overlap ({_where()})")
+                problem = problem or f"aten.copy_ of parts that overlap ({_where()})"
+                self._spoil(destination, indices, problem)
+                for index in indices:
+                    self._flag(index, problem)
         return destination
 
     def _place(self, written: _Written, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -338,9 +344,10 @@ class Tracer(TorchDispatchMode):
         key = _storage(tensor)
         for index in indices:
             self._flag(index, text)
-        if key in self._targets:
-            written = self._targets[key]
-            written.problem = written.problem or f"changed after the copy: {text}"
+        written = [self._targets[_storage(each)] for each in inputs if _storage(each) in self._targets]
+        for each in written:  # some may only be read, which is not told apart
+            each.problem = each.problem or f"changed after the copy: {text}"
+        if written:
             return tensor
         if key in self._sources:
             return tensor

@@ -199,6 +199,8 @@ def verdict(layer: torch.nn.Module) -> tuple[str | None, bool]:
 
 def model_reason(model: torch.nn.Module, vllm_config: Any) -> str | None:
     """Why nothing of `model` may be written in place; None if the layers decide."""
+    if getattr(model, "_do_torchao_reload", False):
+        return "torchao reloads the model as a whole"
     hook = getattr(type(model), "process_weights_after_loading", None)
     if hook is not None:
         return f"{type(model).__name__} processes its weights as a whole after loading"
@@ -219,7 +221,15 @@ def refuse(vllm_config: Any) -> None:
     Raises:
         PlanError: experts are moved while the server runs, and vLLM's loaders know their first places only.
     """
-    if getattr(getattr(vllm_config, "parallel_config", None), "enable_eplb", False):
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if getattr(parallel, "dcp_q_replicate", False):
+        raise PlanError(
+            "decode context parallelism with replicated queries: attention layers gather weights over all ranks when they are "
+            "processed, which hangs as soon as one rank fails; start the server without dcp_q_replicate",
+            side="worker",
+            phase="update",
+        )
+    if getattr(parallel, "enable_eplb", False):
         raise PlanError(
             "expert parallel load balancing is on: experts move at run time, and vLLM's loaders write each where it was at the "
             "start; start the server without --enable-eplb",

@@ -23,14 +23,18 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from wt_common import PlanError
 from wt_worker.placement.plan import Plan
 from wt_worker.vllm.cover import Target, WriteRecorder
 from wt_worker.vllm.cpu import forget_moe_kernels, repack_tied_weights
-from wt_worker.vllm.derived import is_attention
+from wt_worker.vllm.derived import is_attention, recompute
 from wt_worker.vllm.tracing import skipped_names, trace_model
 
 __all__ = ["LayerwiseReload", "loader_error", "partial_text", "plan_error"]
@@ -47,13 +51,11 @@ class LayerwiseReload:
         is_open: between `begin` and `finish` or `abort`.
         touched: whether a byte of the model may have changed since `begin`.
         written: names of the parameters and buffers that the loaders wrote in the round that ended last.
-        loadable: of those that they could have written.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
         self.touched = False
         self.written: set[str] = set()
-        self.loadable: set[str] = set()
         self._model = model
         self._vllm_config = vllm_config
         self._model_config = model_config
@@ -68,14 +70,22 @@ class LayerwiseReload:
         """Whether layers are on the meta device."""
         return self._recorder is not None
 
-    def trace(self, rows: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Plan:
-        """Where `load_weights` would put what `rows` announces; the model is as before. Raises TraceError."""
+    def trace(self, rows: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[Plan, list[str]]:
+        """Where `load_weights` would put what `rows` announces, and attributes that it sets to tensors of its own making.
+
+        The model is as before: layers get their tensors back, and nothing is processed. Raises TraceError.
+        """
         self.begin(None)
         try:
             with self._vllm_context():
                 return trace_model(self._model, rows)
         finally:
-            self.abort()
+            self._put_back()
+
+    def recompute(self) -> None:
+        """What is made from parameters outside of vLLM's reload follows them."""
+        with self._vllm_context():
+            recompute(self._model, self._model_config)
 
     def begin(self, layers: Sequence[torch.nn.Module] | None, replayed: Collection[torch.nn.Module] = ()) -> None:
         """`layers`, or all, are on the meta device and take weights; no earlier round's is left.
@@ -172,7 +182,6 @@ class LayerwiseReload:
             self.abort()
             raise
         self._recorder = None
-        self.loadable = {target.name for target in recorder.targets.values()}
         self.written = {target.name for target in recorder.targets.values() if target.boxes}
 
     def abort(self) -> bool:
@@ -207,6 +216,20 @@ class LayerwiseReload:
             self._keep_old(layer)
         finalize_layerwise_reload(self._layers, self._model_config)
         repack_tied_weights(self._model)
+
+    def _put_back(self) -> None:
+        """All layers have their old tensors, as if no round had begun; only where nothing was loaded."""
+        with self._vllm_context():
+            for layer in self._model.modules():
+                info = get_layerwise_info(layer)
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+                if layer in self._moe_kernels:
+                    layer.quant_method.moe_kernel = self._moe_kernels[layer]  # type: ignore[union-attr]
+        if hasattr(self._model, "_original_do_torchao_reload"):
+            self._model._do_torchao_reload = self._model._original_do_torchao_reload  # noqa: SLF001  # vLLM's
+        self._recorder = None
 
     def _keep_old(self, layer: torch.nn.Module) -> None:
         """Finalizing will put the layer's old tensors back, not process what it was given."""

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from wt_worker.placement.plan import Plan
-from wt_worker.placement.trace import Target, trace
+from wt_worker.placement.trace import REPLACED, Target, trace
 
 __all__ = ["skipped_names", "trace_model"]
 
 
-def trace_model(model: torch.nn.Module, rows: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Plan:
-    """Where `model.load_weights` puts the checkpoint tensors that `rows` announces.
+def trace_model(
+    model: torch.nn.Module, rows: Sequence[tuple[str, torch.dtype, Sequence[int]]]
+) -> tuple[Plan, list[str]]:
+    """Where `model.load_weights` puts the checkpoint tensors that `rows` announces, and attributes that it sets to new tensors.
 
     To be called with the model prepared for a layerwise reload: on the meta device, with loaders that would process a layer when
     it is complete. The original loaders are called in their stead.
@@ -26,17 +29,24 @@ def trace_model(model: torch.nn.Module, rows: Sequence[tuple[str, torch.dtype, S
     """
     skipped = skipped_names(model)
     registered = {(module, leaf): tensor for module, leaf, tensor in _tensors(model)}
+    attributes = {module: dict(vars(module)) for module in model.modules()}
     counts: dict[int, int] = {}
+    replaced: list[tuple[torch.nn.Module, str]] = []
+    made: list[str] = []
     with _original_loaders(model, counts):
         try:
-            return trace(
+            plan = trace(
                 rows,
                 list(_targets(model)),
                 lambda pairs: model.load_weights(pair for pair in pairs if pair[0] not in skipped),  # type: ignore[operator]
                 counts,
             )
         finally:
-            _put_back(model, registered)
+            replaced += _put_back(model, registered)
+            made += _put_back_attributes(model, attributes)
+    if replaced:
+        plan = _with_replaced(model, plan, replaced)
+    return plan, made
 
 
 def skipped_names(model: torch.nn.Module) -> set[str]:
@@ -113,8 +123,10 @@ def _counted(loader: Callable[..., Any], counts: dict[int, int], key: int) -> Ca
     return load
 
 
-def _put_back(model: torch.nn.Module, registered: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> None:
-    """What the loader replaced or added is gone, and what it had replaced is back."""
+def _put_back(
+    model: torch.nn.Module, registered: dict[tuple[torch.nn.Module, str], torch.Tensor]
+) -> Iterator[tuple[torch.nn.Module, str]]:
+    """What the loader replaced or added is gone, and what it had replaced, which is returned, is back."""
     for module, leaf, tensor in list(_tensors(model)):
         before = registered.get((module, leaf))
         if before is tensor:
@@ -125,3 +137,32 @@ def _put_back(model: torch.nn.Module, registered: dict[tuple[torch.nn.Module, st
             del store[leaf]
         else:
             store[leaf] = before
+            yield module, leaf
+
+
+def _put_back_attributes(model: torch.nn.Module, attributes: dict[torch.nn.Module, dict[str, Any]]) -> Iterator[str]:
+    """Attributes that the loader set are as before; returned are those that were, or had become, tensors of a module."""
+    for prefix, module in model.named_modules():
+        before = attributes.get(module, {})
+        for name in {*before, *vars(module)}:
+            then, now = before.get(name), vars(module).get(name)
+            if now is then:
+                continue
+            if name in before:
+                vars(module)[name] = then
+            else:
+                del vars(module)[name]
+            if any(isinstance(each, torch.Tensor) for each in (then, now)):
+                yield f"{prefix}.{name}"
+
+
+def _with_replaced(model: torch.nn.Module, plan: Plan, replaced: list[tuple[torch.nn.Module, str]]) -> Plan:
+    """`plan`, in which the parameters that the loader replaced have that as their problem."""
+    prefixes = {module: prefix for prefix, module in model.named_modules()}
+    names = {f"{prefixes[module]}.{leaf}" for module, leaf in replaced if module in prefixes}
+    return replace(
+        plan,
+        parameters=tuple(
+            replace(each, problem=each.problem or REPLACED) if each.name in names else each for each in plan.parameters
+        ),
+    )
