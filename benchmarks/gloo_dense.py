@@ -36,7 +36,7 @@ def measure() -> Iterator[str]:
             num_bytes = sum(parameter.nbytes for parameter in model.parameters())
             with Reference(worker_python(), num_bytes, Path(directory)) as reference:
                 for name, verify in (("gloo_dense", "off"), ("gloo_dense_verified", "full")):
-                    info = GlooTrainerInitInfo(rank=0, timeout_s=120, verify=verify)
+                    info = GlooTrainerInitInfo(rank=0, timeout_s=120, verify=verify, num_trainer_ranks=1)
                     trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
                     ours_ms, chunks_ms, flat_ms = in_turn(
                         trainer.send_weights,
