@@ -18,6 +18,7 @@ __all__ = [
     "PLACEMENT_DEFAULT",
     "Case",
     "PlacementCase",
+    "count_reasons",
 ]
 
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3-moe")
@@ -386,3 +387,12 @@ GPU_CASES = (
     ),
 )
 """Cells for GPUs, one session each; a new backend adds its own."""
+
+
+def count_reasons(not_in_place: dict[str, list[str]], words: dict[str, int]) -> dict[str, int]:
+    """How many layers of a report have a reason with each of `words`; reasons without any are counted as they are."""
+    found: dict[str, int] = {}
+    for reason, layers in not_in_place.items():
+        key = next((each for each in words if each in reason), reason)
+        found[key] = found.get(key, 0) + len(layers)
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import models
 import pytest
-from cases import PlacementCase
+from cases import PlacementCase, count_reasons
 from engines import InProcess
 from harness import Cast, HostError, TrainerHost
 from test_sync import PROMPT
@@ -61,18 +61,9 @@ def test_third_round_equals_a_fresh_load(
     all_kinds = engine.host.call("each_rank", method="kinds", arguments=[])
     for worker, kinds, expected in zip(report["workers"], all_kinds, placement.kinds, strict=True):
         assert worker["not_synced"] == []
-        reasons = {reason: len(layers) for reason, layers in worker["not_in_place"].items()}
+        reasons = count_reasons(worker["not_in_place"], placement.not_in_place)
         counts = {kind: list(kinds.values()).count(kind) for kind in kinds.values()}
-        assert (matched(reasons, placement.not_in_place), counts) == (placement.not_in_place, expected)
-
-
-def matched(found: dict[str, int], words: dict[str, int]) -> dict[str, int]:
-    """How many layers have a reason with each of `words`; reasons without any are counted as they are."""
-    result: dict[str, int] = {}
-    for reason, count in found.items():
-        key = next((each for each in words if each in reason), reason)
-        result[key] = result.get(key, 0) + count
-    return result
+        assert (reasons, counts) == (placement.not_in_place, expected)
 
 
 @pytest.mark.parametrize("moment", ["flight", "staging", "installed"])

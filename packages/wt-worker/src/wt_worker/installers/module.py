@@ -32,7 +32,6 @@ class ModuleInstaller:
         self.route_id = 0
         self._model = model
         self._load: Load | None = getattr(model, "load_weights", None)
-        self._binding: Binding | None = None
         self._prepared: tuple[tuple[str, bool], Prepared] | None = None
         self._targets = dict(model.named_parameters(remove_duplicate=False))
         self._touched = False
@@ -186,13 +185,7 @@ class ModuleInstaller:
         """Why parameter `name` is not written in place."""
         if plan.kind(name) == "untouched":
             return None
-        problems = [each.problem for each, _ in plan.copies_into.get(name, ()) if each.problem]
-        return (
-            plan.by_parameter[name].problem
-            or next(iter(problems), None)
-            or plan.cover.get(name)
-            or misfit(plan, name, self._targets[name])
-        )
+        return plan.by_parameter[name].problem or plan.cover.get(name) or misfit(plan, name, self._targets[name])
 
 
 @contextmanager

@@ -29,8 +29,7 @@ class Landing:
 
     def region(self, copy: Copy) -> torch.Tensor:
         """The view of the tensor that `copy`, a part of this one's, writes."""
-        box = copy.destination
-        return self.tensor.as_strided(box.shape, box.strides, self.tensor.storage_offset() + box.offset)
+        return copy.destination.of(self.tensor)
 
 
 def misfit(plan: Plan, parameter: str, tensor: torch.Tensor) -> str | None:
@@ -90,8 +89,7 @@ class Binding:
         """The constants of the plan are in place."""
         for name in self.parameters & self.plan.fills_of.keys():
             for fill in self.plan.fills_of[name]:
-                box, tensor = fill.region, self._tensors[name]
-                tensor.as_strided(box.shape, box.strides, tensor.storage_offset() + box.offset).fill_(fill.value)
+                fill.write(self._tensors[name])
 
     def digests(self, names: Sequence[NamePlan]) -> list[list[int]]:
         """Of each of `names`, the digest of each of its parts as installed, as if the others were zero."""

@@ -65,9 +65,9 @@ class Box:
         text = json.dumps([self.offset, self.shape, self.strides]).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The view of these elements of `flat`, which is 1-D and contiguous."""
-        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset)
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of these elements of `tensor`'s storage, counted from the tensor's first one."""
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,10 @@ class Fill:
     parameter: str
     region: Box
     value: float
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """It is in `tensor`, which is the parameter, wherever that lies."""
+        self.region.of(tensor).fill_(self.value)
 
 
 @dataclass(frozen=True, slots=True)

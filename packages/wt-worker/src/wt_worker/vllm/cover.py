@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Target", "WriteRecorder", "tied_storages"]
+from wt_worker.placement.plan import Box, count_elements
 
-_Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # first byte, shape and strides, in bytes
+__all__ = ["Target", "WriteRecorder", "tied_storages"]
 
 
 @dataclass(slots=True)
@@ -26,7 +24,8 @@ class Target:
     tensor: torch.Tensor
     is_optional: bool
     """A non-persistent buffer: vLLM keeps the old one where no new one came."""
-    boxes: set[_Box] = field(default_factory=set)
+    boxes: set[Box] = field(default_factory=set)
+    """In bytes of the storage."""
     is_bypassed: bool = False
     """A loader wrote the meta tensor on its own, so that vLLM will not write the real one."""
 
@@ -37,18 +36,7 @@ class Target:
 
     def num_written(self) -> int:
         """Elements written, each counted once."""
-        spans = sorted(
-            (start, start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
-            for start, shape, strides in self.boxes
-        )
-        if all(last < start for (_, last), (start, _) in pairwise(spans)):
-            num_bytes = sum(math.prod(shape) for _, shape, _ in self.boxes)
-        else:  # interleaved or overlapping
-            written = torch.zeros(self.tensor.untyped_storage().nbytes(), dtype=torch.bool)
-            for start, shape, strides in self.boxes:
-                written.as_strided(shape, strides, start).fill_(True)
-            num_bytes = int(written.count_nonzero())
-        return num_bytes // self.tensor.itemsize
+        return count_elements(self.boxes) // self.tensor.itemsize
 
     def num_expected(self) -> int:
         """Elements that a checkpoint fills; vLLM 0.31 and later says which parameters are padded."""
@@ -126,7 +114,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             size = written.itemsize
             strides = tuple(step * size for step in written.stride())
             start = int(written.storage_offset()) * size
-            target.boxes.add((start, (*written.shape, size), (*strides, 1)))
+            target.boxes.add(Box(start, (*written.shape, size), (*strides, 1)))
 
 
 def tied_storages(model: torch.nn.Module) -> dict[torch.UntypedStorage, str]:

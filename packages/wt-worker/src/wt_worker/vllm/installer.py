@@ -26,7 +26,7 @@ from wt_worker.placement.describe import LayerDescription, PlanDescription
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import REPLACED, STRAY, Target, TraceError, unplannable
 from wt_worker.vllm.derived import is_attention, model_reason, refuse, verdict
-from wt_worker.vllm.layers import Layer, LayerStates
+from wt_worker.vllm.layers import Layer, LayerStates, share_reasons, shared_layers
 from wt_worker.vllm.proof import Proof, live_tensors
 from wt_worker.vllm.reload import LayerwiseReload, loader_error, partial_text, plan_error
 from wt_worker.vllm.replay import Replay
@@ -162,8 +162,7 @@ class VLLMInstaller:
                         layer.reason = layer.reason or f"{name} is served from the memory of {other}"
                         twin = layers[plan.by_parameter[other].layer]
                         twin.reason = twin.reason or f"{other} is served from the memory of {name}"
-        states = LayerStates(plan, layers, {}, (), [])
-        states.share_reasons()
+        share_reasons(shared_layers(plan, layers))
         for layer in layers.values():
             if layer.is_replayed and not _can_be_replayed(plan, layer):
                 raise plan_error(
@@ -217,11 +216,11 @@ class VLLMInstaller:
                 )
 
     def _prepared(self, state: LayerStates) -> Prepared:
-        in_place = [layer for layer in state.layers.values() if layer.is_proved and layer.reason is None]
+        in_place = [layer for layer in state.layers.values() if layer.is_in_place]
         parameters = [name for layer in in_place for name in layer.parameters]
         not_in_place: dict[str, list[str]] = {}
         for layer in state.layers.values():
-            if layer.parameters and layer not in in_place:
+            if layer.parameters and not layer.is_in_place:
                 not_in_place.setdefault(layer.reason or "not proved yet", []).append(layer.name)
         binding = state.bound = Binding(state.plan, live_tensors(self._model), parameters)
         num_layers = sum(map(len, not_in_place.values()))

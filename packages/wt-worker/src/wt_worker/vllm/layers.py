@@ -11,7 +11,7 @@ from wt_worker.installers.base import Prepared
 from wt_worker.placement.binding import Binding
 from wt_worker.placement.plan import NamePlan, Plan
 
-__all__ = ["Layer", "LayerStates", "share_reasons"]
+__all__ = ["Layer", "LayerStates", "share_reasons", "shared_layers"]
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class LayerStates:
 
     def __post_init__(self) -> None:
         self.names = {name.name: name for name in self.plan.names}
-        self.shared = _shared(self.plan, self.layers)
+        self.shared = shared_layers(self.plan, self.layers)
 
     def rows(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """The list: names, dtypes' names and shapes, sorted."""
@@ -143,7 +143,7 @@ def share_reasons(shared: list[tuple[str, list[Layer]]]) -> None:
                     layer.is_replayed = changed = True
 
 
-def _shared(plan: Plan, layers: Mapping[str, Layer]) -> list[tuple[str, list[Layer]]]:
+def shared_layers(plan: Plan, layers: Mapping[str, Layer]) -> list[tuple[str, list[Layer]]]:
     """The checkpoint parameters that go to more than one layer, and those."""
     found = []
     for name in plan.names:

@@ -42,8 +42,7 @@ class Replay:
         self._is_processed = True
         for parameter in self._layer.parameters:
             for fill in self._plan.fills_of.get(parameter, ()):
-                box, tensor = fill.region, self._tensors[parameter]
-                tensor.as_strided(box.shape, box.strides, tensor.storage_offset() + box.offset).fill_(fill.value)
+                fill.write(self._tensors[parameter])
         self._reload.process(self._layer.module)
 
     def _materialize(self) -> None:
