@@ -116,6 +116,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
     ),
     _placed("llama", "packed", {"packed copy": 10}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed(
+        "llama",
+        "packed-tp2",
+        {"packed copy": 10},
+        {"contiguous": 6, "strided": 4, "whole": 5},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
+    ),
     _placed("llama-tied", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 1, "whole": 9}),
     _placed(
         "llama-tied",
@@ -125,6 +132,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 5},
     ),
     _placed("llama-tied", "packed", {"packed copy": 9}, {"contiguous": 4, "contiguous+filled": 1, "whole": 9}),
+    _placed(
+        "llama-tied",
+        "packed-tp2",
+        {"packed copy": 9},
+        {"contiguous": 5, "strided": 4, "whole": 5},
+        {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 5},
+    ),
     _placed("llama-oddvocab", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
     _placed(
         "llama-oddvocab",
@@ -134,6 +148,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
     ),
     _placed("llama-oddvocab", "packed", {"packed copy": 10}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed(
+        "llama-oddvocab",
+        "packed-tp2",
+        {"packed copy": 10},
+        {"contiguous": 6, "strided": 4, "whole": 5},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
+    ),
     _placed("qwen2", "unpacked", {}, {"contiguous": 6, "contiguous+filled": 2, "whole": 9}),
     _placed(
         "qwen2",
@@ -143,6 +164,13 @@ PLACEMENT_ALL = (
         {"contiguous": 6, "contiguous+filled": 2, "strided": 4, "whole": 5},
     ),
     _placed("qwen2", "packed", {"packed copy": 10}, {"contiguous": 6, "contiguous+filled": 2, "whole": 9}),
+    _placed(
+        "qwen2",
+        "packed-tp2",
+        {"packed copy": 10},
+        {"contiguous": 8, "strided": 4, "whole": 5},
+        {"contiguous": 6, "contiguous+filled": 2, "strided": 4, "whole": 5},
+    ),
     _placed("qwen3", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 1, "whole": 13}),
     _placed(
         "qwen3",
@@ -152,6 +180,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 9},
     ),
     _placed("qwen3", "packed", {"packed copy": 9}, {"contiguous": 4, "contiguous+filled": 1, "whole": 13}),
+    _placed(
+        "qwen3",
+        "packed-tp2",
+        {"packed copy": 9},
+        {"contiguous": 5, "strided": 4, "whole": 9},
+        {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 9},
+    ),
     _placed(
         "qwen3-moe", "unpacked", {"repacked for the kernel": 2}, {"contiguous": 6, "contiguous+filled": 2, "whole": 13}
     ),
@@ -169,6 +204,13 @@ PLACEMENT_ALL = (
         {"contiguous": 6, "contiguous+filled": 2, "whole": 13},
     ),
     _placed(
+        "qwen3-moe",
+        "packed-tp2",
+        {"repacked for the kernel": 2, "packed copy": 8},
+        {"contiguous": 6, "strided": 4, "whole": 11},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 11},
+    ),
+    _placed(
         "mixtral", "unpacked", {"repacked for the kernel": 2}, {"contiguous": 6, "contiguous+filled": 2, "whole": 9}
     ),
     _placed(
@@ -184,6 +226,13 @@ PLACEMENT_ALL = (
         {"repacked for the kernel": 2, "packed copy": 8},
         {"contiguous": 6, "contiguous+filled": 2, "whole": 9},
     ),
+    _placed(
+        "mixtral",
+        "packed-tp2",
+        {"repacked for the kernel": 2, "packed copy": 8},
+        {"contiguous": 6, "strided": 4, "whole": 7},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 7},
+    ),
     _placed("gemma3", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 1, "whole": 17}),
     _placed(
         "gemma3",
@@ -193,6 +242,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 13},
     ),
     _placed("gemma3", "packed", {"packed copy": 9}, {"contiguous": 4, "contiguous+filled": 1, "whole": 17}),
+    _placed(
+        "gemma3",
+        "packed-tp2",
+        {"packed copy": 9},
+        {"contiguous": 5, "strided": 4, "whole": 13},
+        {"contiguous": 4, "contiguous+filled": 1, "strided": 4, "whole": 13},
+    ),
     _placed("phi3", "unpacked", {}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
     _placed(
         "phi3",
@@ -202,6 +258,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
     ),
     _placed("phi3", "packed", {"packed copy": 10}, {"contiguous": 4, "contiguous+filled": 2, "whole": 9}),
+    _placed(
+        "phi3",
+        "packed-tp2",
+        {"packed copy": 10},
+        {"contiguous": 6, "strided": 4, "whole": 5},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 5},
+    ),
     _placed("gpt2", "unpacked", {}, {"contiguous": 2, "contiguous+filled": 1, "strided": 8, "whole": 17}),
     _placed(
         "gpt2",
@@ -211,6 +274,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 1, "strided": 8, "whole": 15},
     ),
     _placed("gpt2", "packed", {"packed copy": 9}, {"contiguous": 2, "contiguous+filled": 1, "strided": 8, "whole": 17}),
+    _placed(
+        "gpt2",
+        "packed-tp2",
+        {"packed copy": 9},
+        {"contiguous": 5, "strided": 8, "whole": 15},
+        {"contiguous": 4, "contiguous+filled": 1, "strided": 8, "whole": 15},
+    ),
     _placed("falcon", "unpacked", {}, {"contiguous": 2, "contiguous+filled": 2, "whole": 16}),
     _placed(
         "falcon",
@@ -220,6 +290,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 10},
     ),
     _placed("falcon", "packed", {"packed copy": 10}, {"contiguous": 2, "contiguous+filled": 2, "whole": 16}),
+    _placed(
+        "falcon",
+        "packed-tp2",
+        {"packed copy": 10},
+        {"contiguous": 6, "strided": 4, "whole": 10},
+        {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 10},
+    ),
     _placed(
         "gpt-oss",
         "unpacked",
@@ -238,6 +315,13 @@ PLACEMENT_ALL = (
         "packed",
         {"repacked for the kernel": 2, "packed copy": 8},
         {"contiguous": 4, "contiguous+filled": 2, "strided": 4, "whole": 19},
+    ),
+    _placed(
+        "gpt-oss",
+        "packed-tp2",
+        {"repacked for the kernel": 2, "packed copy": 8},
+        {"contiguous": 8, "strided": 8, "whole": 13},
+        {"contiguous": 6, "contiguous+filled": 4, "strided": 8, "whole": 11},
     ),
     _placed(
         "deepseek-v2",
@@ -259,6 +343,13 @@ PLACEMENT_ALL = (
         {"contiguous": 4, "contiguous+filled": 2, "whole": 18},
     ),
     _placed(
+        "deepseek-v2",
+        "packed-tp2",
+        {"packed copy": 13, "repacked for the kernel": 1},
+        {"contiguous": 9, "strided": 5, "whole": 10},
+        {"contiguous": 7, "contiguous+filled": 2, "strided": 5, "whole": 10},
+    ),
+    _placed(
         "mamba2",
         "unpacked",
         {"weight_utils.py": 2},
@@ -276,6 +367,13 @@ PLACEMENT_ALL = (
         "packed",
         {"packed copy": 6, "weight_utils.py": 2},
         {"contiguous": 6, "contiguous+filled": 2, "loader": 2, "whole": 11},
+    ),
+    _placed(
+        "mamba2",
+        "packed-tp2",
+        {"packed copy": 6, "weight_utils.py": 2},
+        {"contiguous": 14, "loader": 2, "strided": 2, "whole": 3},
+        {"contiguous": 12, "contiguous+filled": 2, "loader": 2, "strided": 2, "whole": 3},
     ),
 )
 PLACEMENT_DEFAULT = tuple(
