@@ -61,7 +61,7 @@ def _trainer() -> str:
     source = Source()
     metadata = RoundMetadata.of(source, 1)
     groups = plan_groups(metadata.sizes_bytes, max_bytes=GROUP_BYTES, max_pieces=4096, roots=metadata.roots)
-    staging = Staging(GROUP_BYTES, 2)
+    staging = Staging(2, torch.device("cpu"))
     placed = Placed(round=1, kinds="w" * NUM_PARAMETERS, parts=[], not_in_place={})
     rank = PlacedRank(name="the worker", engine="e", rank=0, placed=placed)
     placement = Placement([rank], names=metadata.names, num_elements=metadata.num_elements)

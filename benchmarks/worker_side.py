@@ -18,6 +18,7 @@ from measure import best_of
 from wt_common.packing import Group, plan_groups
 from wt_common.session import Finishing, Metadata, encode_message
 from wt_worker.installers.module import ModuleInstaller
+from wt_worker.placement.inbox import Arrival
 from wt_worker.placement.trace import Target, trace
 from wt_worker.placement.writer import RoundWriter, WriterCache
 from wt_worker.shares import Shares
@@ -94,6 +95,7 @@ class Rounds:
         self.num_bytes = sum(sizes)
         self.groups = plan_groups(sizes, max_bytes=GROUP_BYTES, max_pieces=4096)
         self.staging = [torch.randint(0, 100, (GROUP_BYTES,), dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
+        self.arrivals = [Arrival.staged(group, buffer) for group, buffer in self.in_buffers()]
 
     def writer(self) -> RoundWriter:
         """A round has begun."""
@@ -111,8 +113,8 @@ class Rounds:
 
     def write(self, writer: RoundWriter) -> None:
         """All groups are in the model."""
-        for number, (group, buffer) in enumerate(self.in_buffers()):
-            writer.take(group, buffer, number)
+        for number, (group, arrival) in enumerate(zip(self.groups, self.arrivals, strict=True)):
+            writer.take(group, arrival, number)
         writer.finish()
         self.installer.finish()
 

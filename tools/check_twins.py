@@ -8,7 +8,16 @@ import sys
 from pathlib import Path
 
 PACKAGES = Path(__file__).parent.parent / "packages"
-TWINS = ("connection.py", "digest.py", "store.py", "channels/gloo.py")
+TWINS = (
+    "connection.py",
+    "digest.py",
+    "digest_kernel.py",
+    "digest_runs.py",
+    "store.py",
+    "channels/base.py",
+    "channels/gloo.py",
+    "channels/nccl.py",
+)
 
 
 def main() -> None:

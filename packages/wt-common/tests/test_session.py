@@ -70,8 +70,15 @@ INSTANCES: list[Message] = [
         open=True,
         poisoned=True,
         held=True,
+        settings={"NCCL": "2.28.9", "NCCL_PROTO": "Simple"},
     ),
-    wire.Installed(round=3, num_bytes=1 << 40, seconds={"receive": 0.5, "install": 1}, not_synced=["lm_head.weight"]),
+    wire.Installed(
+        round=3,
+        num_bytes=1 << 40,
+        seconds={"receive": 0.5, "install": 1},
+        not_synced=["lm_head.weight"],
+        buffer_bytes=1 << 31,
+    ),
     wire.Joined(round=3, metadata_digest="ab" * 32),
     wire.Leave(error=ERROR),
     wire.Metadata(

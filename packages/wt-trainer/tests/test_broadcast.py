@@ -34,6 +34,7 @@ from wt_common.session import (
 )
 from wt_trainer import GlooTrainerInitInfo, ParamMeta, WeightSource
 from wt_trainer.backends.broadcast import GlooTrainerWeightTransferEngine
+from wt_trainer.channels.base import Membership
 from wt_trainer.channels.gloo import GlooChannel
 from wt_trainer.follower import FollowerSession
 from wt_trainer.store import RendezvousStore
@@ -144,14 +145,17 @@ class Worker:
         deadline = time.monotonic() + WAIT_S
         for root in sorted({group.root for group in groups} - set(self.channels)):  # no round fails and another follows
             self.channels[root] = GlooChannel(
-                self.store,
-                epoch=go.epoch,
-                root=root,
-                rank=go.rank,
-                world_size=go.world_size,
-                address="127.0.0.1",
-                deadline=deadline,
-                abandoned=lambda: False,
+                Membership(
+                    store=self.store,
+                    epoch=go.epoch,
+                    root=root,
+                    rank=go.rank,
+                    world_size=go.world_size,
+                    address="127.0.0.1",
+                    device=torch.device("cpu"),
+                    deadline=deadline,
+                    abandoned=lambda: False,
+                )
             )
         self.peer.send(Credit(round=number, limit=len(groups)))
         for index, group in enumerate(groups):

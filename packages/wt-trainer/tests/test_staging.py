@@ -61,7 +61,7 @@ class Sender:
         self.groups = plan_groups(
             self.wire.sizes_bytes, max_bytes=max_bytes, max_pieces=max_pieces, roots=self.wire.roots
         )
-        self.staging = Staging(max_bytes, num_buffers)
+        self.staging = Staging(num_buffers, torch.device("cpu"))
         self.digest = digest
 
     def round(self):
@@ -70,7 +70,8 @@ class Sender:
         stream = CheckedStream(self.source, self.metadata, self.wire, 0, round_, digest=self.digest)
         sent = [b""] * len(self.metadata.names)
         for number, group in enumerate(self.groups):
-            buffers, self.lent = self.staging.fill(self.groups, number, number, stream, self.wire)
+            filled = self.staging.fill(self.groups, number, number, stream, self.wire)
+            buffers, self.lent = filled.buffers, filled.lent
             data = b"".join(bytes(buffer.tolist()) for buffer in buffers)
             for piece in group.pieces:
                 gap = 0 if len(buffers) == 1 else self._gaps_before(piece, group, buffers)

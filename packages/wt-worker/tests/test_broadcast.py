@@ -30,6 +30,7 @@ from wt_common.session import (
     metadata_digest,
 )
 from wt_worker import WeightTransferConfig, WeightTransferEngineFactory
+from wt_worker.channels.base import Membership
 from wt_worker.channels.gloo import GlooChannel
 from wt_worker.store import RendezvousStore
 
@@ -155,14 +156,17 @@ class Root:
         """The channel of one root, who is rank 0 of it."""
         if (root, epoch) not in self.channels:
             self.channels[root, epoch] = GlooChannel(
-                self.store,
-                epoch=epoch,
-                root=root,
-                rank=0,
-                world_size=2,
-                address="127.0.0.1",
-                deadline=time.monotonic() + WAIT_S,
-                abandoned=lambda: self.over,
+                Membership(
+                    store=self.store,
+                    epoch=epoch,
+                    root=root,
+                    rank=0,
+                    world_size=2,
+                    address="127.0.0.1",
+                    device=torch.device("cpu"),
+                    deadline=time.monotonic() + WAIT_S,
+                    abandoned=lambda: self.over,
+                )
             )
         return self.channels[root, epoch]
 
@@ -321,11 +325,11 @@ def test_channel_and_buffers_are_kept(make_worker):
     """Good rounds of one epoch use the same group and the same staging memory."""
     worker = make_worker(TENSORS)
     worker.round(other(1), 1)
-    channel, staging = worker.engine._channels[0], list(worker.engine._staging)
+    channel, (_, inbox) = worker.engine._channels[0], worker.engine._writer_cache.inbox
     worker.round(other(2), 2)
     assert worker.engine._channels[0] is channel
-    assert all(ours is theirs for ours, theirs in zip(worker.engine._staging, staging, strict=True))
-    assert sum(buffer.numel() for buffer in staging) == 2 * 256
+    assert worker.engine._writer_cache.inbox[1] is inbox
+    assert 0 < inbox.num_bytes <= 2 * 256
 
 
 def test_new_epoch_is_a_new_group(make_worker):
@@ -363,15 +367,19 @@ def test_worker_casts_what_the_sender_does_not(make_worker):
 
 
 def test_worker_gives_credit_for_the_buffers_it_has(make_worker):
-    """The sender may be as many groups ahead as the worker has buffers, and no more."""
-    worker = make_worker(TENSORS, num_buffers=3)
+    """The sender may be as many groups ahead as fit into the worker's buffers, and no more."""
+    worker = make_worker(TENSORS, num_buffers=2)
     metadata = metadata_of(TENSORS)
     updating = worker.update(metadata)
     worker.root.agree(metadata)
-    worker.root.wait(lambda: worker.root.limit == 3)
+    worker.root.wait(lambda: worker.root.limits)
     worker.root.transmit(worker.info, metadata, TENSORS, stop_at=2)
-    worker.root.wait(lambda: len(worker.root.limits) == 3)
-    assert worker.root.limits == [3, 4, 5]
+    _, inbox = worker.engine._writer_cache.inbox
+    expected = sorted(set(inbox.limits[:3]))
+    assert len(expected) > 1
+    worker.root.wait(lambda: len(worker.root.limits) == len(expected))
+    assert worker.root.limits == expected
+    assert 256 < inbox.num_bytes <= 2 * 256
     worker.root.peer.hang_up()
     with pytest.raises(Exception, match="the trainer is gone"):
         updating.value()
@@ -408,7 +416,7 @@ def test_abort_in_a_transfer_frees_the_worker_at_once(make_worker, until, inside
     with pytest.raises(PlanError, match="no room"):
         updating.value()
     assert time.monotonic() - started < 0.8
-    assert (worker.engine._channels, worker.engine._staging) == ({}, [])
+    assert (worker.engine._channels, worker.engine._writer_cache.inbox) == ({}, None)
     worker.round(other(3), 3, epoch=2)
     assert_holds(worker, other(3))
     until_no_receiver(worker, until)
@@ -456,7 +464,8 @@ def test_late_group_of_a_failed_round_is_not_kept(make_worker, until, monkeypatc
         assert go_on.wait(WAIT_S)
         return SimpleNamespace(close=lambda: None)
 
-    monkeypatch.setattr("wt_worker.backends.broadcast.GlooChannel", join_late)
+    join_late.receives_in_place, join_late.settings, join_late.versions = False, dict, dict
+    monkeypatch.setattr("wt_worker.backends.broadcast.GlooWeightTransferEngine.channel_class", join_late)
     worker = make_worker(TENSORS)
     metadata = metadata_of(TENSORS)
     updating = worker.update(metadata)
@@ -477,7 +486,9 @@ def test_bug_in_the_receiving_thread_fails_the_round(make_worker, monkeypatch):
     def fail(*args, **kwargs):
         raise KeyError("broken on purpose")
 
-    monkeypatch.setattr("wt_worker.backends.broadcast.GlooChannel", fail)
+    fail.receives_in_place, fail.settings, fail.versions = False, dict, dict
+
+    monkeypatch.setattr("wt_worker.backends.broadcast.GlooWeightTransferEngine.channel_class", fail)
     worker = make_worker(TENSORS)
     metadata = metadata_of(TENSORS)
     updating = worker.update(metadata)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from wt_common import RoundTimeoutError, TransportError
+from wt_worker.channels.base import Membership
 from wt_worker.channels.gloo import GlooChannel
 from wt_worker.store import RendezvousStore
 
@@ -44,11 +45,14 @@ def join(store, in_thread):
             "root": root,
             "world_size": world_size,
             "address": "127.0.0.1",
+            "device": torch.device("cpu"),
             "deadline": deadline or soon(),
             "abandoned": abandoned,
         }
         ranks = range(world_size) if ranks is None else ranks
-        joining = [in_thread(lambda rank=rank: GlooChannel(store, rank=rank, **options)) for rank in ranks]
+        joining = [
+            in_thread(lambda rank=rank: GlooChannel(Membership(store=store, rank=rank, **options))) for rank in ranks
+        ]
         made = [each.value() for each in joining]
         channels.extend(made)
         return made
@@ -235,8 +239,10 @@ def test_missing_member_costs_the_deadline(join):
 def test_abandoned_join_ends_at_once(store, in_thread):
     """When the round has failed nobody goes on waiting for a member that will not come."""
     failed = threading.Event()
-    options = {"epoch": 1, "root": 0, "rank": 1, "world_size": 2, "address": "127.0.0.1"}
-    joining = in_thread(lambda: GlooChannel(store, deadline=soon(), abandoned=failed.is_set, **options))
+    options = {"epoch": 1, "root": 0, "rank": 1, "world_size": 2, "address": "127.0.0.1", "device": torch.device("cpu")}
+    joining = in_thread(
+        lambda: GlooChannel(Membership(store=store, deadline=soon(), abandoned=failed.is_set, **options))
+    )
     with store._changed:
         failed.set()
         store._changed.notify_all()

@@ -45,6 +45,7 @@ from wt_worker import WeightTransferConfig
 from wt_worker.installers.base import Prepared
 from wt_worker.lifecycle import SessionWeightTransferEngine
 from wt_worker.placement.binding import Binding
+from wt_worker.placement.inbox import Arrival
 
 WAIT_S = 10
 NAMES, DTYPES, SHAPES = ["a", "b"], ["float32", "int8"], [[2], [3]]
@@ -79,7 +80,7 @@ class ToyEngine(SessionWeightTransferEngine[SessionInitInfo]):
             name = metadata.names[index]
             dtype = getattr(torch, go.casts.get(name, metadata.dtype_names[index]))
             tensor = self.sent.get(name, torch.ones(metadata.shapes[index])).to(dtype)
-            writer.take(group, tensor.reshape(-1).view(torch.uint8), number)
+            writer.take(group, Arrival.staged(group, tensor.reshape(-1).view(torch.uint8)), number)
 
     def _end_transfer(self, *, failed):
         self.ended.append(failed)

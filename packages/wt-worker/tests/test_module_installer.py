@@ -8,6 +8,7 @@ from wt_common.packing import plan_groups
 from wt_common.session import Metadata, metadata_digest
 from wt_worker.installers.base import InstallResult
 from wt_worker.installers.module import ModuleInstaller
+from wt_worker.placement.inbox import Arrival
 from wt_worker.placement.writer import RoundWriter, WriterCache
 
 
@@ -81,7 +82,7 @@ def send(installer, tensors, *, max_bytes=64):
             buffer[piece.offset : piece.offset + piece.num_bytes] = values[piece.index][piece.start :][
                 : piece.num_bytes
             ]
-        writer.take(group, buffer, number)
+        writer.take(group, Arrival.staged(group, buffer), number)
         buffer.fill_(0xEE)
     writer.finish()
     return installer.finish()

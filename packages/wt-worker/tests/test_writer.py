@@ -9,6 +9,7 @@ from wt_common.digest import digest_bytes
 from wt_common.packing import plan_groups
 from wt_common.session import Metadata
 from wt_worker.placement.binding import Landing
+from wt_worker.placement.inbox import Arrival
 from wt_worker.placement.plan import Box, Copy
 from wt_worker.placement.writer import RoundWriter, WriterCache
 
@@ -107,7 +108,7 @@ class Stream:
                 buffer[piece.offset : piece.offset + piece.num_bytes] = values[piece.index][piece.start :][
                     : piece.num_bytes
                 ]
-            writer.take(group, buffer, number)
+            writer.take(group, Arrival.staged(group, buffer), number)
             buffer.fill_(0xEE)
 
     def round(self, tensors, **options):
@@ -472,8 +473,8 @@ def test_received_bytes_are_digested(max_bytes, in_place):
     for seed in (0, 10):
         tensors = {name: some_tensor(tensor.dtype, tensor.shape, seed) for name, tensor in tensors.items()}
         writer = stream.writer(tensors, digested=(0, 1, 2, 4))
-        assert writer.received == {0: 0, 1: 0, 2: 0, 4: 0}
         stream.feed(writer, tensors)
+        writer.finish()
         values = list(tensors.values())
         assert writer.received == {index: digest_of(values[index]) for index in (0, 1, 2, 4)}
 
@@ -513,10 +514,10 @@ def test_installer_does_not_hear_before_anything_is_written():
     writer = stream.writer(tensors, digested=(0, 1, 2))
     groups = stream.groups(tensors)
     for number, group in enumerate(groups[:-1]):
-        writer.take(group, stream.buffers[0], number)
+        writer.take(group, Arrival.staged(group, stream.buffers[0]), number)
         assert stream.installer.num_touched == 0, group
         assert bool(stream.installer.installed) is (number == len(groups) - 2), group
-    writer.take(groups[-1], stream.buffers[0], len(groups) - 1)
+    writer.take(groups[-1], Arrival.staged(groups[-1], stream.buffers[0]), len(groups) - 1)
     assert stream.installer.num_touched == 1
 
 
@@ -531,6 +532,6 @@ def test_pieces_of_a_cut_element_are_written_when_it_is_whole():
         assert (stream.installer.num_touched, bool(target.any())) == (0, False)
         (piece,) = group.pieces
         stream.buffers[0][: piece.num_bytes] = bytes_of(sent)[piece.start :][: piece.num_bytes]
-        writer.take(group, stream.buffers[0], number)
+        writer.take(group, Arrival.staged(group, stream.buffers[0]), number)
     assert (stream.installer.num_touched, stream.installer.installed) == (1, [])
     assert torch.equal(target, sent)

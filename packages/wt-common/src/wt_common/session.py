@@ -172,7 +172,8 @@ class Hello(Message):
 
     A worker is (`engine`, `rank` of `size`); a trainer rank has engine `""`, its trainer rank, and size 0. `open` says that
     vLLM believes an update to be in progress on this rank; `poisoned` that an earlier round left the model half-written; `held`
-    that an earlier sender has paused the server and not said that it resumed it.
+    that an earlier sender has paused the server and not said that it resumed it. `settings` are what all members of a
+    communicator must have alike, as far as the backend knows.
     """
 
     type = "hello"
@@ -188,6 +189,7 @@ class Hello(Message):
     open: bool = False
     poisoned: bool = False
     held: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,13 +382,17 @@ class Enter(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed(Message):
-    """C: the model holds the round's weights and could serve them. `num_bytes` is what this rank received."""
+    """C: the model holds the round's weights and could serve them.
+
+    `num_bytes` is what this rank received, `buffer_bytes` what it took for that, beside the model's own memory.
+    """
 
     type = "installed"
     round: int
     num_bytes: int
     seconds: dict[str, float]
     not_synced: list[str]
+    buffer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from wt_common import Outcome, WeightTransferError
 from wt_trainer.client import HTTPVLLMWeightSyncClient, RayVLLMWeightSyncClient, VLLMWeightSyncClient
 from wt_trainer.engine import TrainerInitInfo, TrainerWeightTransferEngine
 from wt_trainer.factory import WeightTransferTrainerFactory
-from wt_trainer.init_infos import GlooTrainerInitInfo
+from wt_trainer.init_infos import GlooTrainerInitInfo, NCCLTrainerInitInfo
 from wt_trainer.report import TransferReport, WorkerReport
 from wt_trainer.source import (
     ModuleSource,
@@ -23,6 +23,7 @@ __all__ = [
     "GlooTrainerInitInfo",
     "HTTPVLLMWeightSyncClient",
     "ModuleSource",
+    "NCCLTrainerInitInfo",
     "Outcome",
     "ParamMeta",
     "RayVLLMWeightSyncClient",

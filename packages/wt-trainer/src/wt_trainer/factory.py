@@ -12,7 +12,7 @@ from wt_trainer.engine import TrainerInitInfo, TrainerWeightTransferEngine
 from wt_trainer.source import WeightSource
 
 if TYPE_CHECKING:
-    from wt_trainer.init_infos import GlooTrainerInitInfo
+    from wt_trainer.init_infos import GlooTrainerInitInfo, NCCLTrainerInitInfo
     from wt_trainer.lifecycle import SessionTrainerEngine
 
 __all__ = ["WeightTransferTrainerFactory"]
@@ -26,6 +26,7 @@ class WeightTransferTrainerFactory:
 
     _registry: ClassVar[dict[str, tuple[str, str] | type[TrainerWeightTransferEngine[Any]]]] = {
         "gloo": ("wt_trainer.backends.broadcast", "GlooTrainerWeightTransferEngine"),
+        "nccl": ("wt_trainer.backends.broadcast", "NCCLTrainerWeightTransferEngine"),
     }
 
     @classmethod
@@ -77,7 +78,11 @@ class WeightTransferTrainerFactory:
         @overload
         @classmethod
         def trainer_init(
-            cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+            cls,
+            init_info: GlooTrainerInitInfo | NCCLTrainerInitInfo,
+            *,
+            client: VLLMWeightSyncClient,
+            source: WeightSource | None = None,
         ) -> SessionTrainerEngine[Any]: ...
 
         @overload

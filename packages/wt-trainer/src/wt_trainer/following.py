@@ -7,8 +7,6 @@ import socket
 import weakref
 from contextlib import suppress
 
-import torch
-
 from wt_common import SCHEMA, PlanError, Side, WeightTransferError
 from wt_common.errors import error_from_wire, error_to_wire
 from wt_common.session import Failed, Hello, Joined, Sent
@@ -61,7 +59,8 @@ class FollowingEngine(SessionEngine[TInfo]):
             device="",
             hostname=socket.gethostname(),
             pid=os.getpid(),
-            versions={"torch": str(torch.__version__)},
+            versions=self._versions(),
+            settings=self._settings(),
         )
 
     def _take_part(self) -> TransferReport:

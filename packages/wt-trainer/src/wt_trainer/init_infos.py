@@ -9,7 +9,7 @@ from wt_common import MAX_TIMEOUT_S, ConfigurationError
 from wt_common.broadcast import VERIFY
 from wt_trainer.engine import TrainerInitInfo
 
-__all__ = ["DenseBroadcastFields", "GlooTrainerInitInfo", "SessionFields"]
+__all__ = ["DenseBroadcastFields", "GlooTrainerInitInfo", "NCCLTrainerInitInfo", "SessionFields"]
 
 
 @dataclass
@@ -126,3 +126,15 @@ class GlooTrainerInitInfo(DenseBroadcastFields, TrainerInitInfo):
                 side="trainer",
                 backend=self.backend,
             )
+
+
+@dataclass
+class NCCLTrainerInitInfo(DenseBroadcastFields, TrainerInitInfo):
+    """Dense broadcast over NCCL, between GPUs; needs the extra `[nccl]`.
+
+    The largest part of a model is sent from where it lies, and received where it serves; `packed_buffer_size_bytes` and
+    `packed_num_buffers` bound what else is held on either side: gathered or cast parameters on their way out, small ones that
+    share a message, and on a worker what it has to cut, cast or give to a loader.
+    """
+
+    backend: ClassVar[str] = "nccl"

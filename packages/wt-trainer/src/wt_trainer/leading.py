@@ -92,12 +92,37 @@ class LeadingEngine(SessionEngine[TInfo]):
                 call.join(unless=lambda: session.refusal)
                 session.wait_followers(round_, self._ranks.count - 1)
                 session.seal(expected)
+                self._compare_settings(session)
             except BaseException as exc:
                 session.notify(session.followers, RoundOutcome(round=0, error=error_to_wire(as_ours(exc))))
                 raise
             session.send(session.followers, RoundOutcome(round=0, report={}))
             self._serving.take_over(session)
         logger.debug("%s: %r, workers %s", self.backend, session, [str(peer) for peer in session.workers])
+
+    def _compare_settings(self, session: Session) -> None:
+        """All members of a communicator have what it needs alike; what should be is logged where it is not.
+
+        Raises:
+            AgreementError: they have not.
+        """
+        own, own_versions = self._settings(), self._versions()
+        for peer in (*session.workers, *session.followers):
+            theirs = peer.hello.settings
+            for name in sorted(own.keys() | theirs.keys()):
+                if own.get(name) != theirs.get(name):
+                    raise AgreementError(
+                        f"{peer}: expected {name} {own.get(name, 'unset')}, as on the sender, got {theirs.get(name, 'unset')}; "
+                        "make it the same on all ranks",
+                        side=Side.WORKER if peer.hello.engine else Side.TRAINER,
+                        engine=peer.hello.engine or None,
+                        rank=peer.hello.rank,
+                    )
+            for name in sorted(own_versions.keys() & peer.hello.versions.keys() - {"torch"}):
+                if own_versions[name] != peer.hello.versions[name]:
+                    logger.warning(
+                        "%s has %s %s, the sender %s", peer, name, peer.hello.versions[name], own_versions[name]
+                    )
 
     def _init_payload(self, session: Session) -> dict[str, Any]:
         return {
@@ -213,6 +238,7 @@ class LeadingEngine(SessionEngine[TInfo]):
                 _worker_report(rank, installed[peer.key]) for rank, peer in zip(placement.ranks, workers, strict=True)
             ),
             verify=self._fields.verify,
+            buffer_bytes=round_.buffer_bytes,
             ignored=tuple(metadata.names[place] for place in placement.ignored),
             covered=metadata.covered,
             notes=tuple(notes),
@@ -291,13 +317,16 @@ class LeadingEngine(SessionEngine[TInfo]):
     def _settle(self, session: Session, round_: Round, error: WeightTransferError) -> None:
         """Tell every peer that the round is over, and find out how that left the workers."""
         round_.fail(error)
-        self._end_transfer(failed=True)
         workers = session.workers
         if round_.outcome is Outcome.COMMITTED:
             # The verdict is final: a worker must not find an abort behind it. An interrupt may have come before it was sent.
             session.notify(workers, Committed(round=round_.number))
+            self._end_transfer(failed=True)
             return
         session.notify([*workers, *session.followers], Abort(round=round_.number, error=error_to_wire(error)))
+        self._end_transfer(
+            failed=True
+        )  # after the word is out: leaving a communicator may take half a second, on all at once
         ended = round_.posts.setdefault(Ended, {})
         positions = round_.posts.setdefault(Position, {})
         with round_.changed:
@@ -352,4 +381,5 @@ def _worker_report(rank: PlacedRank, installed: Installed) -> WorkerReport:
         seconds=installed.seconds,
         not_synced=installed.not_synced,
         not_in_place=rank.placed.not_in_place,
+        buffer_bytes=installed.buffer_bytes,
     )

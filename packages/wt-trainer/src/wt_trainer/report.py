@@ -17,6 +17,7 @@ class WorkerReport:
     `num_bytes` is what it received, `seconds` its own phases, `not_synced` the model's parameters that the round did not
     touch (a trainer may leave some out on purpose; nobody should overlook it), `not_in_place` the layers that were not written
     in place, by the reason: they are installed by the model's own loader, which is slower, and verified as received.
+    `buffer_bytes` is the memory that it took to receive into, beside the model's own; what a loader takes is not in it.
     """
 
     engine: str
@@ -25,6 +26,7 @@ class WorkerReport:
     seconds: dict[str, float]
     not_synced: list[str]
     not_in_place: dict[str, list[str]] = field(default_factory=dict)
+    buffer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class TransferReport:
         num_cast: of these, how many the sender cast to the workers' dtype (float32 master weights to bfloat16, say).
         num_bytes: bytes sent once on the wire by the data senders together (each worker receives as many).
         seconds: wall seconds per phase on the sender (`pause`, `start`, `update`, `finish`, `resume`), and `total`.
+        buffer_bytes: the most memory that the sender took for what it sends, beside the source's own tensors: buffers of small
+            parameters, and gathered or cast ones on their way.
         workers: one entry per worker rank.
         verify: which digests were compared before the commit (see `SessionFields.verify`).
         ignored: parameters that were sent, and of which no rank of some engine has taken a byte. Known where `verify` is "full".
@@ -57,6 +61,7 @@ class TransferReport:
     seconds: dict[str, float]
     workers: tuple[WorkerReport, ...]
     verify: str
+    buffer_bytes: int = 0
     ignored: tuple[str, ...] = ()
     covered: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())

@@ -46,6 +46,7 @@ class Round:
         self.outcome: Outcome | None = None
         self.num_entered = 0  # groups whose collective has begun, so that a worker may have their bytes
         self.digests: dict[int, int] = {}  # of the parameters that this rank is the root of, by place, as they go out
+        self.buffer_bytes = 0  # most memory that this rank took for what it sends, beside the source's own
         self.begun = -1  # place in the metadata of the last parameter that this rank began to take from its source
         self.stopped = (
             False  # whether a trainer rank's source has stopped, or the rank is gone: others cannot wait for it

@@ -8,6 +8,8 @@ import weakref
 from abc import abstractmethod
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
 from wt_common import ConfigurationError, Side, SourceModeError, TransportError, WeightTransferError
 from wt_common.session import Go
 from wt_trainer.client.protocol import VLLMWeightSyncClient
@@ -91,6 +93,14 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
         return self._fields.verify != "off"
 
     # --- what a backend implements -------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, str]:
+        """What all members of the backend's communicators must have alike."""
+        return {}
+
+    def _versions(self) -> dict[str, str]:
+        """What the sender should know of this rank."""
+        return {"torch": str(torch.__version__)}
 
     @abstractmethod
     def _init_fields(self) -> dict[str, Any]:

@@ -8,12 +8,28 @@ from functools import cache
 
 import torch
 
-from wt_common.packing import DIRECT_BYTES, Group, Piece, operations
-from wt_trainer.digest import SmallDigests, unsigned
+from wt_common.packing import DIRECT_BYTES, PIECE_ALIGNMENT_BYTES, Group, Piece, operations
+from wt_trainer.digest import SmallDigests, digest_total, unsigned
+from wt_trainer.digest_runs import RunDigests
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.stream import CheckedStream, Loan
 
-__all__ = ["Staging"]
+__all__ = ["Filled", "Staging"]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a group is sent from.
+
+    Attributes:
+        buffers: one for each operation.
+        lent: the tensors of the source's that are among them.
+        held_bytes: of the buffers that are neither lent nor staging buffers, such as gathered or cast parameters.
+    """
+
+    buffers: list[torch.Tensor]
+    lent: list[Loan]
+    held_bytes: int
 
 
 @dataclass(slots=True)
@@ -33,25 +49,35 @@ class _Operation:
 class Staging:
     """One buffer for each group in flight. What can be known of a group before its bytes are there is worked out once.
 
-    Small parameters are digested in the buffer, many at a time: a digest for each tensor would cost more than all else together.
-    Larger ones are digested by the stream, where the source has them.
+    On the CPU small parameters are digested in the buffer, many at a time: a digest for each tensor would cost more than all else
+    together. Larger ones are digested by the stream, where the source has them. On a GPU all of a group is digested at once,
+    where it is sent from.
     """
 
-    def __init__(self, buffer_bytes: int, num_buffers: int) -> None:
-        self._buffer_bytes = buffer_bytes
+    def __init__(self, num_buffers: int, device: torch.device) -> None:
         self._num_buffers = num_buffers
+        self._device = device
         self.clear()
 
     def clear(self) -> None:
         """No buffer is held: a collective that was abandoned may still read the old ones."""
         self._buffers: list[torch.Tensor] = []
+        self._buffer_bytes = 0
         self._groups: Sequence[Group] = ()
         self._operations: dict[tuple[int, int], list[_Operation]] = {}  # by group and buffer
+        self._digests: dict[tuple[int, int], tuple[list[int], RunDigests]] = {}  # with the addresses that they are of
+
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take."""
+        return sum(buffer.numel() for buffer in self._buffers)
 
     def fill(
         self, groups: Sequence[Group], number: int, count: int, stream: CheckedStream, wire: RoundMetadata
-    ) -> tuple[list[torch.Tensor], list[Loan]]:
+    ) -> Filled:
         """The bytes of group `number` of `groups`, which the source yields next, ready to be sent.
+
+        On a GPU they are once the current stream has come so far.
 
         Args:
             groups: all groups of the round; the same object as long as they are the same.
@@ -60,54 +86,108 @@ class Staging:
             stream: where the bytes come from.
             wire: what the groups were made for.
 
-        Returns:
-            A buffer for each operation, and the tensors of the source's that are among them.
-
         Raises:
             PlanError: what the source yields differs from its metadata.
         """
         if groups is not self._groups:
-            self._groups, self._operations = groups, {}
+            self.clear()
+            self._groups = groups
+            self._buffer_bytes = max(_packed_bytes(group) for group in groups if group.root == groups[number].root)
         slot = count % self._num_buffers
         known = self._operations.get((number, slot))
         if known is None:
             with torch.inference_mode(mode=False):  # else it could not be written outside of it in a later round
-                buffer = self._buffer(slot)
-                known = [self._plan(pieces, buffer, wire) for pieces in operations(groups[number])]
-            self._operations[number, slot] = known
-        buffers: list[torch.Tensor] = []
-        lent: list[Loan] = []
+                known = self._operations[number, slot] = self._plan(groups[number], slot, wire)
+        filled = Filled([], [], 0)
+        held_bytes = 0
         for operation in known:
-            if not operation.targets:
-                buffers.append(stream.piece(operation.pieces[0]))
-                lent += stream.lent()
+            if operation.targets:
+                self._pack(operation, stream)
+                filled.buffers.append(operation.buffer)
                 continue
-            for piece, target, is_small in operation.targets:
-                if is_small:
-                    stream.copy_whole(piece.index, target)
+            data = stream.piece(operation.pieces[0])
+            lent = stream.lent()
+            held_bytes += 0 if lent else data.numel()
+            filled.buffers.append(data)
+            filled.lent.extend(lent)
+        if stream.is_digested and self._device.type != "cpu":
+            self._digest(known, filled.buffers, (number, slot), stream.totals)
+        return Filled(filled.buffers, filled.lent, held_bytes)
+
+    def _pack(self, operation: _Operation, stream: CheckedStream) -> None:
+        """The operation's pieces are in its buffer."""
+        if self._device.type != "cpu":
+            self._pack_at_once(operation, stream)
+            return
+        for piece, target, is_small in operation.targets:
+            target.copy_(stream.whole(piece.index) if is_small else stream.piece(piece))
+        if stream.is_digested and operation.small_indexes:
+            totals = torch.zeros(len(operation.small_indexes), dtype=torch.int64)
+            operation.small.add_to(totals)
+            stream.take_digests(operation.small_indexes, unsigned(totals))
+
+    @staticmethod
+    def _pack_at_once(operation: _Operation, stream: CheckedStream) -> None:
+        """The same in few launches, of which each costs as much as copying megabytes."""
+        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        lent: list[Loan] = []
+        for piece, target, is_small in operation.targets:
+            data = stream.whole(piece.index) if is_small else stream.piece(piece)
+            if data.dtype == target.dtype and data.device == target.device:
+                targets, sources = copies.setdefault(data.dtype, ([], []))
+                targets.append(target)
+                sources.append(data)
+                lent += stream.lent()
+            else:
+                target.copy_(data)
+        for targets, sources in copies.values():
+            torch._foreach_copy_(targets, sources)
+        for loan in lent:
+            loan.check()
+
+    def _digest(
+        self, known: list[_Operation], buffers: list[torch.Tensor], key: tuple[int, int], totals: torch.Tensor
+    ) -> None:
+        """The digests of a group's pieces are added to `totals`, over the buffers that they are sent from."""
+        runs: list[tuple[int, torch.Tensor, int]] = []
+        for operation, buffer in zip(known, buffers, strict=True):
+            first = operation.pieces[0].offset
+            for piece in operation.pieces:
+                data = buffer[piece.offset - first : piece.offset - first + piece.num_bytes]
+                if RunDigests.takes(data, piece.start):
+                    runs.append((piece.index, data, piece.start))
                 else:
-                    target.copy_(stream.piece(piece))
-            if stream.is_digested and operation.small_indexes:
-                totals = torch.zeros(len(operation.small_indexes), dtype=torch.int64)
-                operation.small.add_to(totals)
-                stream.take_digests(operation.small_indexes, unsigned(totals))
-            buffers.append(operation.buffer)
-        return buffers, lent
+                    totals[piece.index] += digest_total(data, piece.start)
+        addresses = [data.data_ptr() for _, data, _ in runs]
+        found = self._digests.get(key)
+        if found is None or found[0] != addresses:
+            found = self._digests[key] = addresses, RunDigests(self._device, runs)
+        found[1].add_to(totals)
 
     def _buffer(self, slot: int) -> torch.Tensor:
         while len(self._buffers) <= slot:
-            self._buffers.append(torch.empty(self._buffer_bytes, dtype=torch.uint8))
+            self._buffers.append(torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device))
         return self._buffers[slot]
 
-    @staticmethod
-    def _plan(pieces: tuple[Piece, ...], buffer: torch.Tensor, wire: RoundMetadata) -> _Operation:
-        used = buffer[pieces[0].offset : pieces[-1].offset + pieces[-1].num_bytes]
-        operation = _Operation(pieces, used, SmallDigests(buffer.device))
-        if pieces[0].num_bytes >= DIRECT_BYTES:
-            return operation
+    def _plan(self, group: Group, slot: int, wire: RoundMetadata) -> list[_Operation]:
+        buffer = self._buffer(slot)
+        result: list[_Operation] = []
+        used = 0
+        for pieces in operations(group):
+            if pieces[0].num_bytes >= DIRECT_BYTES:
+                result.append(_Operation(pieces, buffer, SmallDigests(self._device)))
+                continue
+            num_bytes = _span(pieces)
+            result.append(self._planned(pieces, buffer[used : used + num_bytes], wire))
+            used += _aligned(num_bytes)
+        return result
+
+    def _planned(self, pieces: tuple[Piece, ...], buffer: torch.Tensor, wire: RoundMetadata) -> _Operation:
+        operation = _Operation(pieces, buffer, SmallDigests(self._device))
         for piece in pieces:
             index, dtype = piece.index, wire.dtypes[piece.index]
-            data = buffer[piece.offset : piece.offset + piece.num_bytes]
+            offset = piece.offset - pieces[0].offset
+            data = buffer[offset : offset + piece.num_bytes]
             is_whole = piece.num_bytes == wire.sizes_bytes[index]
             is_small = is_whole and SmallDigests.takes(data) and _can_be_copied(dtype)
             if is_small:
@@ -116,6 +196,19 @@ class Staging:
                 data = data.view(dtype).view(wire.shapes[index])
             operation.targets.append((piece, data, is_small))
         return operation
+
+
+def _packed_bytes(group: Group) -> int:
+    """What of a buffer the group takes."""
+    return sum(_aligned(_span(pieces)) for pieces in operations(group) if pieces[0].num_bytes < DIRECT_BYTES)
+
+
+def _span(pieces: tuple[Piece, ...]) -> int:
+    return pieces[-1].offset + pieces[-1].num_bytes - pieces[0].offset
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // PIECE_ALIGNMENT_BYTES) * PIECE_ALIGNMENT_BYTES
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 
 from wt_common import PlanError, Side
 from wt_common.packing import Piece
-from wt_trainer.digest import tensor_digest
+from wt_trainer.digest import tensor_digest, unsigned
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
 from wt_trainer.source import WeightSource
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _RUN_TO_S = 0.2
 _END = object()  # of a source's iterator
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+CPU = torch.device("cpu")
 
 
 class Loan:
@@ -50,7 +51,12 @@ class CheckedStream:
 
     With `digest`, `round_.digests` gets the digest of each that this rank is the root of, before its bytes can be sent: a worker
     then finds out also about bytes that changed here on their way. It is over what the source yields, except for small parameters
-    (`copy_whole`), whose digest is over their bytes in the buffer that they are sent from.
+    (`whole`) and on a GPU, where digests are over the bytes in the buffers that they are sent from; whoever fills these adds them
+    to `totals`, or hands them to `take_digests`.
+
+    Attributes:
+        is_digested: whether digests are wanted.
+        totals: on a GPU, by place in the metadata, digests as int64 that wrap around.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class CheckedStream:
         round_: Round,
         *,
         digest: bool,
+        device: torch.device = CPU,
     ) -> None:
         self._round = round_
         self._rank = rank
@@ -72,6 +79,10 @@ class CheckedStream:
         self._items: Iterator[Any] = iter(source.iter_full())
         self._position = -1
         self._tensor = self._flat = _NOTHING
+        self._device = device
+        self._digests_here = digest and device.type == "cpu"
+        num_totals = len(metadata.names) if digest and not self._digests_here else 0
+        self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
 
     @property
     def current(self) -> str:
@@ -79,7 +90,7 @@ class CheckedStream:
         return self._metadata.names[self._expected[max(self._position, 0)]]
 
     def piece(self, piece: Piece) -> torch.Tensor:
-        """The bytes of `piece`, as 1-D uint8 on the CPU; it is of the current parameter or a later one.
+        """The bytes of `piece`, as 1-D uint8 on the device; it is of the current parameter or a later one.
 
         Raises:
             PlanError: what the source yields differs from its metadata.
@@ -88,10 +99,10 @@ class CheckedStream:
             self._advance()
         return self._flat[piece.start : piece.start + piece.num_bytes]
 
-    def copy_whole(self, index: int, target: torch.Tensor) -> None:
-        """Parameter `index`, a later one than the current, is in `target`, which has its dtype on the wire and its shape.
+    def whole(self, index: int) -> torch.Tensor:
+        """Parameter `index`, a later one than the current, as the source yields it.
 
-        Its digest is left to the caller (`take_digests`): for one tensor of many it costs more than all else.
+        Its digest is left to the caller: for one tensor of many it costs more than all else.
 
         Raises:
             PlanError: what the source yields differs from its metadata.
@@ -100,21 +111,31 @@ class CheckedStream:
             self._advance()
         self._take()
         self._flat = _NOTHING
-        target.copy_(self._tensor.detach() if self._tensor.requires_grad else self._tensor)
+        return self._tensor.detach() if self._tensor.requires_grad else self._tensor
 
     def take_digests(self, indexes: Sequence[int], digests: Sequence[int]) -> None:
-        """The digests of parameters that were copied whole, and that this rank is the root of."""
+        """The digests of parameters that this rank is the root of."""
         self._round.digests.update(zip(indexes, digests, strict=True))
 
     def lent(self) -> list[Loan]:
-        """The current parameter, if its bytes are the source's own memory."""
+        """The current parameter, if what was given out last is the source's own memory."""
+        if self._flat is _NOTHING:
+            return [Loan(self.current, self._tensor)]
         shared = self._flat.untyped_storage().data_ptr() == self._tensor.untyped_storage().data_ptr()
         return [Loan(self.current, self._tensor)] if shared else []
 
     def finish(self) -> None:
         """Check what is left: parameters that another rank sends, empty ones, and that nothing comes after the last."""
         while self._position < len(self._expected) - 1:
-            self._advance()
+            if self._digests_here and self._metadata.roots[self._expected[self._position + 1]] == self._rank:
+                self._advance()
+            else:
+                self._take()
+        if len(self.totals):
+            found = unsigned(self.totals)
+            self._round.digests.update(
+                (place, found[place]) for place in self._expected if self._metadata.roots[place] == self._rank
+            )
         extra = next(self._items, _END)
         if extra is not _END:
             got, _ = _checked_item(extra, self.current)
@@ -139,9 +160,9 @@ class CheckedStream:
         index = self._expected[self._position]
         tensor = self._tensor.detach().resolve_neg().resolve_conj()
         # Cast where the tensor is, then move: half the bytes to move where float32 becomes bfloat16.
-        cast = tensor.to(self._wire.dtypes[index]).to("cpu")
+        cast = tensor.to(self._wire.dtypes[index]).to(self._device)
         self._flat = cast.contiguous().reshape(-1).view(torch.uint8)
-        if self.is_digested and self._metadata.roots[index] == self._rank:
+        if self._digests_here and self._metadata.roots[index] == self._rank:
             self._round.digests[index] = tensor_digest(self._flat) if self._flat.numel() else 0
 
     def _take(self) -> None:

@@ -15,6 +15,7 @@ __all__ = ["BUILTIN_BACKENDS", "ENTRY_POINT_GROUP", "WeightTransferEngineFactory
 
 BUILTIN_BACKENDS: dict[str, tuple[str, str]] = {
     "gloo": ("wt_worker.backends.broadcast", "GlooWeightTransferEngine"),
+    "nccl": ("wt_worker.backends.broadcast", "NCCLWeightTransferEngine"),
 }
 """Module and class of each built-in backend; inside vLLM their names begin with `wt_`, since vLLM has its own `nccl`."""
 

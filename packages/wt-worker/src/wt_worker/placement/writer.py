@@ -8,16 +8,40 @@ from math import prod
 
 import torch
 
-from wt_common.packing import Group
+from wt_common.packing import Group, Piece
 from wt_common.session import Metadata
-from wt_worker.digest import SmallDigests, tensor_digest, unsigned
+from wt_worker.digest import SmallDigests, digest_total, unsigned
+from wt_worker.digest_runs import RunDigests
 from wt_worker.installers.base import Installer
 from wt_worker.placement.binding import Landing
+from wt_worker.placement.inbox import Arrival, Inbox
 from wt_worker.placement.plan import Copy
 
 __all__ = ["RoundWriter", "WriterCache"]
 
-_MASK = (1 << 64) - 1
+
+class _Digests:
+    """Of bytes that are received into the same places in every round: index, bytes, and where they begin in the parameter."""
+
+    def __init__(self, received: Sequence[tuple[int, torch.Tensor, int]]) -> None:
+        device = received[0][1].device
+        self._small = SmallDigests(device)
+        runs: list[tuple[int, torch.Tensor, int]] = []
+        self._others: list[tuple[int, torch.Tensor, int]] = []
+        for index, data, start in received:
+            if RunDigests.takes(data, start):
+                runs.append((index, data, start))
+            elif start == 0 and SmallDigests.takes(data):
+                self._small.add(index, data)
+            else:
+                self._others.append((index, data, start))
+        self._runs = RunDigests(device, runs)
+
+    def add_to(self, totals: torch.Tensor) -> None:
+        self._small.add_to(totals)
+        self._runs.add_to(totals)
+        for index, data, start in self._others:
+            totals[index] += digest_total(data, start)
 
 
 @dataclass(slots=True)
@@ -30,28 +54,15 @@ class _Program:
     words_from: list[torch.Tensor] = field(default_factory=list)
     others: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # strided, or cast
     assembled: list[tuple[int, int, torch.Tensor, bool]] = field(default_factory=list)  # index, start, bytes, is last
-    small: SmallDigests | None = None  # of received bytes, beginnings of parameters:
-    small_indexes: list[int] = field(default_factory=list)  # of these
-    received: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)  # the others: index, start, bytes
+    received: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)  # index, bytes, start; to be digested
+    digests: _Digests | None = None  # of them
 
-    def add_received(self, index: int, start: int, data: torch.Tensor) -> None:
-        """Bytes `data` of parameter `index`, from `start` on, are digested when they have come."""
-        if start or not SmallDigests.takes(data):
-            self.received.append((index, start, data))
-            return
-        if self.small is None:
-            self.small = SmallDigests(data.device)
-        self.small.add(len(self.small_indexes), data)
-        self.small_indexes.append(index)
-
-    def digests(self) -> Iterator[tuple[int, int]]:
-        """(index, digest) of what is to be digested."""
-        if self.small is not None:
-            totals = torch.zeros(len(self.small_indexes), dtype=torch.int64, device=self.small.device)
-            self.small.add_to(totals)
-            yield from zip(self.small_indexes, unsigned(totals), strict=True)
-        for index, start, data in self.received:
-            yield index, tensor_digest(data, start)
+    def digest(self, totals: torch.Tensor) -> None:
+        """The digests of received bytes are added to `totals`."""
+        if self.received and self.digests is None:
+            self.digests = _Digests(self.received)
+        if self.digests is not None:
+            self.digests.add_to(totals)
 
     def add_run(self, to: torch.Tensor, of: torch.Tensor) -> None:
         """Bytes `of` are copied to `to`; joined with the run before, where both go on from there."""
@@ -88,6 +99,7 @@ class WriterCache:
         self._key: object = None
         self._programs: dict[tuple[int, int], _Program] = {}
         self.sizes: list[int] | None = None
+        self.inbox: tuple[object, Inbox] | None = None  # and what it was made for
 
     def programs(self, key: object) -> dict[tuple[int, int], _Program]:
         """By group and buffer; empty, and `sizes` None, if `key` is another than last time."""
@@ -110,7 +122,7 @@ class RoundWriter:
 
     Attributes:
         sizes: bytes of each parameter on the wire.
-        received: the digests of those of `digested`, as far as they have come.
+        received: the digests of those of `digested`, once all has come and `finish` was called.
     """
 
     def __init__(
@@ -124,11 +136,14 @@ class RoundWriter:
         cache: WriterCache,
         digested: frozenset[int] = frozenset(),
     ) -> None:
-        self.received = dict.fromkeys(digested, 0)
+        self.received: dict[int, int] = {}
+        self._digested = digested
+        self._totals: torch.Tensor | None = None
         self._metadata = metadata
         self._dtypes = tuple(dtypes)
         self._installer = installer
         self._cut_bytes = cut_bytes
+        self._cache = cache
         self._programs = cache.programs(
             (metadata_digest, self._dtypes, id(installer), installer.route_id, digested, cut_bytes)
         )
@@ -137,14 +152,55 @@ class RoundWriter:
         self.sizes = cache.sizes
         self._flat = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, group: Group, buffer: torch.Tensor, number: int) -> None:
-        """`group`, whose number is `number`, is out of `buffer`, which is free afterwards."""
-        key = (number, buffer.data_ptr())
+    def inbox(
+        self,
+        groups: Sequence[Group],
+        device: torch.device,
+        *,
+        in_place: bool,
+        num_buffers: int,
+        max_group_bytes: int,
+    ) -> Inbox:
+        """Where `groups` are to be received; the same as in the last round, as long as nothing has changed.
+
+        Args:
+            groups: all of the round; the same object as long as they are the same.
+            device: where what is not received in place is.
+            in_place: whether bytes may be received in the model's own memory.
+            num_buffers: see `Inbox`.
+            max_group_bytes: see `Inbox`.
+        """
+        key = (id(groups), device, in_place, num_buffers, max_group_bytes)
+        known = self._cache.inbox
+        if known is None or known[0] != key:
+            self._programs.clear()  # of other places
+            inbox = Inbox(
+                groups,
+                lambda piece: self._place_of(piece, device) if in_place else None,
+                device,
+                num_buffers=num_buffers,
+                max_group_bytes=max_group_bytes,
+            )
+            known = self._cache.inbox = key, inbox
+        return known[1]
+
+    def touch(self) -> None:
+        """Bytes are about to be received in the model's own memory."""
+        self._installer.touch()
+
+    def take(self, group: Group, arrival: Arrival, number: int) -> None:
+        """`group`, whose number is `number`, is where it belongs; where it was received is free afterwards.
+
+        On a GPU both hold once the current stream has come so far.
+        """
+        key = (number, arrival.data[0].data_ptr())
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._compile(group, buffer)
-        for index, digest in program.digests():
-            self.received[index] = (self.received[index] + digest) & _MASK
+            program = self._programs[key] = self._compile(group, arrival)
+        if program.received:
+            if self._totals is None:
+                self._totals = torch.zeros(len(self.sizes), dtype=torch.int64, device=arrival.data[0].device)
+            program.digest(self._totals)
         if program.words_to or program.runs_to or program.others:
             self._installer.touch()
         for runs_to, runs_from in (program.words_to, program.words_from), (program.runs_to, program.runs_from):
@@ -156,7 +212,9 @@ class RoundWriter:
             self._installer.install(complete)
 
     def finish(self) -> None:
-        """Parameters without elements, which no group carries, are installed too."""
+        """All has come: parameters without elements, which no group carries, are installed too, and the digests are known."""
+        totals = [0] * len(self.sizes) if self._totals is None else unsigned(self._totals)
+        self.received = {index: totals[index] for index in self._digested}
         if 0 not in self.sizes:
             return
         empty = [
@@ -185,20 +243,41 @@ class RoundWriter:
             for landing in landings:
                 landing.region(landing.copy).copy_(landing.copy.source.of(typed))
 
-    def _compile(self, group: Group, buffer: torch.Tensor) -> _Program:
+    def _place_of(self, piece: Piece, device: torch.device) -> torch.Tensor | None:
+        """The model's own memory that the bytes of `piece` go to, if they do so as they are, in one row, and nowhere else."""
+        landings = self._installer.landings(self._metadata.names[piece.index])
+        if landings is None or len(landings) != 1 or self._is_cut_within_elements(piece.index):
+            return None
+        (landing,) = landings
+        dtype = self._dtypes[piece.index]
+        parts = list(
+            landing.copy.clip(piece.start // dtype.itemsize, (piece.start + piece.num_bytes) // dtype.itemsize)
+        )
+        if len(parts) != 1:
+            return None
+        part = parts[0].normalized()
+        to = landing.region(part)
+        if not (part.source.is_run and part.destination.is_run and to.dtype == dtype and to.device == device):
+            return None
+        return to.view(torch.uint8) if to.nbytes == piece.num_bytes and to.ndim == 1 else None
+
+    def _is_cut_within_elements(self, index: int) -> bool:
+        return self.sizes[index] > self._cut_bytes and self._cut_bytes % self._dtypes[index].itemsize != 0
+
+    def _compile(self, group: Group, arrival: Arrival) -> _Program:
         program = _Program()
-        for piece in group.pieces:
+        for piece, data, is_direct in zip(group.pieces, arrival.data, arrival.direct, strict=True):
             index = piece.index
-            data = buffer[piece.offset : piece.offset + piece.num_bytes]
             end = piece.start + piece.num_bytes
-            if index in self.received:
-                program.add_received(index, piece.start, data)
+            if index in self._digested:
+                program.received.append((index, data, piece.start))
+            if is_direct:
+                continue
             landings = self._installer.landings(self._metadata.names[index])
-            size = self._dtypes[index].itemsize
-            is_cut = self.sizes[index] > self._cut_bytes
-            if landings is None or (is_cut and self._cut_bytes % size):  # else a cut may be within an element
+            if landings is None or self._is_cut_within_elements(index):
                 program.assembled.append((index, piece.start, data, end == self.sizes[index]))
                 continue
+            size = self._dtypes[index].itemsize
             typed, first = data.view(self._dtypes[index]), piece.start // size
             for landing in landings:
                 for part in landing.copy.clip(first, end // size):
