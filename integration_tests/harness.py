@@ -201,6 +201,7 @@ class Cast:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.backend = "gloo"
         self._idle: dict[type[_HostProcess], list[_HostProcess]] = {WorkerHost: [], TrainerHost: []}
         self._used: list[_HostProcess] = []
 
@@ -208,7 +209,7 @@ class Cast:
         """A bare worker rank with these parameters."""
         worker = self._take(WorkerHost, lambda: WorkerHost("bare", self.directory))
         name = f"engine-{worker.process.pid}"
-        worker.call("configure", config={"engine": name, "parameters": parameters, **config})
+        worker.call("configure", config={"engine": name, "parameters": parameters, "backend": self.backend, **config})
         return worker
 
     def engine(self, parameters: dict[str, Any], size: int, name: str = "e", **config: Any) -> list[WorkerHost]:
@@ -221,7 +222,7 @@ class Cast:
 
     def trainers(self, workers: list[WorkerHost], num_ranks: int, /, **config: Any) -> list[TrainerHost]:
         """All ranks of one trainer, with a default group."""
-        config = {"group_port": free_port(), **config}
+        config = {"group_port": free_port(), "backend": self.backend, **config}
         hosts = [self._take(TrainerHost, lambda: TrainerHost(self.directory)) for _ in range(num_ranks)]
         results = together(
             *(
@@ -236,6 +237,7 @@ class Cast:
 
     def release(self) -> None:
         """The test is over: its processes are idle, those that it killed are gone."""
+        self.backend = "gloo"
         for process in self._used:
             process.signal(signal.SIGCONT)
             if process.process.poll() is None:
@@ -253,7 +255,7 @@ class Cast:
 
     def _trainer(self, workers: list[WorkerHost], rank: int, num_ranks: int, config: dict[str, Any]) -> TrainerHost:
         host = self._take(TrainerHost, lambda: TrainerHost(self.directory))
-        self._configure(host, workers, rank, num_ranks, config)
+        self._configure(host, workers, rank, num_ranks, {"backend": self.backend, **config})
         return host
 
     @staticmethod

@@ -65,10 +65,13 @@ def slow_round(cast: Cast, size: int, num_ranks: int = 1, **info: Any) -> tuple[
     workers = cast.engine(MANY, size)
     config = {"parameters": MANY, "info": {"packed": False, **info}}
     trainers = cast.trainers(workers, num_ranks, **config) if num_ranks > 1 else [cast.trainer(workers, **config)]
-    for result in together(*(lambda t=t: t.call("init") for t in trainers)):
+    # The first round of a process imports and traces: the deadline is not for that.
+    for result in together(*(lambda t=t: t.call("init", timeout_s=60) for t in trainers)):
         assert result is None
     for result in together(*(lambda t=t: t.call("send", weight_version="before") for t in trainers)):
         committed(result)
+    for result in together(*(lambda t=t: t.call("init") for t in trainers)):
+        assert result is None
     for trainer in trainers:
         trainer.call("slow", pause_s=0.05)
         trainer.call("set_weights", seed=9)

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import fake_nccl
 import torch
 from harness import HostClient, together
 from hosting import checksums, process_stats, serve
@@ -25,6 +26,7 @@ from wt_trainer import (
     GlooTrainerInitInfo,
     HTTPVLLMWeightSyncClient,
     ModuleSource,
+    NCCLTrainerInitInfo,
     ParamMeta,
     RayVLLMWeightSyncClient,
     RenamedSource,
@@ -123,6 +125,8 @@ class Trainer:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.config = config
+        if config.get("backend") == "nccl" and not torch.cuda.is_available():
+            fake_nccl.install("wt_trainer")
         self.rank, self.num_ranks = config["rank"], config["num_ranks"]
         if "group_port" in config:
             torch.distributed.init_process_group(
@@ -162,7 +166,8 @@ class Trainer:
         self.source = CheckpointSource(self.source.model, withhold=param)
 
     def init(self, **options: Any) -> None:
-        info = GlooTrainerInitInfo(rank=self.rank, **{"timeout_s": 30, **self.config.get("info", {}), **options})
+        info_class = {"gloo": GlooTrainerInitInfo, "nccl": NCCLTrainerInitInfo}[self.config.get("backend", "gloo")]
+        info = info_class(rank=self.rank, **{"timeout_s": 30, **self.config.get("info", {}), **options})
         self.engine = WeightTransferTrainerFactory.trainer_init(info, client=self.client(), source=self.source)
 
     def tie(self, param: str, to: str) -> None:

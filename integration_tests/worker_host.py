@@ -39,6 +39,10 @@ class BareHost:
 
         if self.engine is not None:
             self.engine.shutdown()
+        if config.get("backend") == "nccl":
+            import fake_nccl
+
+            fake_nccl.install("wt_worker")
         self.model = _module(config["parameters"])
         self.draft = _module(config.get("draft", {}))
         parallel = SimpleNamespace(rank=config.get("rank", 0), world_size=config.get("size", 1), data_parallel_index=0)

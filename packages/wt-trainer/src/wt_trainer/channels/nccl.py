@@ -101,7 +101,7 @@ class NcclChannel:
             raise BackendUnavailableError(
                 "backend nccl: libnccl.so.2 was not found; install a CUDA build of torch, which brings it"
             )
-        if not torch.cuda.is_available():
+        if not has_gpu():
             raise BackendUnavailableError("backend nccl: torch finds no GPU; its CPU twin is backend gloo")
         found = {name: os.environ[name] for name in SETTINGS if name in os.environ}
         return {"NCCL": str(library.version), **found}
@@ -289,6 +289,11 @@ class _Transfer:
             raise TransportError(f"nccl: the device failed ({exc})") from exc
         self._channel.check()
         return False
+
+
+def has_gpu() -> bool:
+    """Whether torch can use one."""
+    return torch.cuda.is_available()
 
 
 class DeviceQueue:

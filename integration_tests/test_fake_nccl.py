@@ -1,0 +1,116 @@
+"""Backend `nccl` between CPUs, over a stand-in for NCCL: gloo's laws, and what only a channel into live memory can break.
+
+Tests of the other modules are run again here, with this module's `cast`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import fake_nccl
+import pytest
+from harness import Cast, TrainerHost, together
+from test_failures import (  # noqa: F401  # collected here, too
+    BIG,
+    test_frozen_trainer,
+    test_frozen_worker,
+    test_trainer_killed_in_mid_round,
+    test_trainer_rank_killed,
+    test_worker_answers_with_an_error,
+    test_worker_killed_in_mid_broadcast,
+    test_worker_killed_in_mid_round,
+)
+from test_rounds import (  # noqa: F401  # collected here, too
+    MANY,
+    committed,
+    raises,
+    test_draft_model_gets_its_own_rounds,
+    test_engines_of_different_dtypes,
+    test_every_dtype_and_shape_arrives,
+    test_source_that_differs_from_its_metadata,
+    test_source_that_overwrites_what_it_yielded,
+    test_trainer_ranks_whose_metadata_differ,
+    test_two_data_senders,
+    test_two_engines_and_small_groups,
+    test_two_trainer_ranks_one_sends,
+    test_wider_dtype_is_cast,
+    test_worker_out_of_a_round,
+)
+
+
+@pytest.fixture
+def cast(_company: Cast) -> Iterator[Cast]:
+    """The processes of one test, whose backend is `nccl`."""
+    _company.backend = "nccl"
+    yield _company
+    _company.release()
+
+
+def test_large_parameters_need_no_buffer(cast: Cast) -> None:
+    """What is sent and received where it lies takes no memory on either side; small neighbours share a bounded buffer."""
+    parameters = {**BIG, "norm.weight": ["float32", [100]], "norm.bias": ["float32", [100]]}
+    workers = cast.engine(parameters, 2)
+    trainer = cast.trainer(workers, parameters=parameters)
+    trainer.call("init")
+    for seed in (1, 2):
+        trainer.call("set_weights", seed=seed)
+        report = committed(trainer.call("send"))
+        assert [worker.call("sums") == trainer.call("sums") for worker in workers] == [True, True]
+        assert 0 < report["buffer_bytes"] <= 2 * 1024
+        assert all(0 < worker["buffer_bytes"] <= 2 * 1024 for worker in report["workers"])
+
+
+def test_buffers_stay_within_what_the_init_info_says(cast: Cast) -> None:
+    """A dtype that only one engine casts is received aside, in buffers that are used again."""
+    wide, narrow = (cast.engine({n: [dtype, [1 << 18]] for n in MANY}, 1, dtype) for dtype in ("float32", "bfloat16"))
+    trainer = cast.trainer([*wide, *narrow], parameters={n: ["float32", [1 << 18]] for n in MANY})
+    trainer.call("init", packed_buffer_size_bytes=3 << 20, packed_num_buffers=2)
+    trainer.call("set_weights", seed=3)
+    report = committed(trainer.call("send"))
+    by_engine = {worker["engine"]: worker["buffer_bytes"] for worker in report["workers"]}
+    assert by_engine == {"float32/0": 0, "bfloat16/0": 6 << 20}
+    assert report["buffer_bytes"] == 0
+
+
+def test_settings_that_differ_are_named(cast: Cast, tmp_path: object) -> None:
+    """Ranks whose NCCL would not understand each other are found in the init, before anything of theirs moves."""
+    workers = cast.engine(MANY, 1)
+    for environment, expected in (
+        ({fake_nccl.VERSION: "2.29.1"}, "expected NCCL 2.29.1, as on the sender, got 2.28.9"),
+        ({"NCCL_PROTO": "LL"}, "expected NCCL_PROTO LL, as on the sender, got unset"),
+    ):
+        with TrainerHost(cast.directory, environment=environment) as trainer:
+            config = {"layout": "plain", "rank": 0, "num_ranks": 1, "workers": [workers[0].port]}
+            trainer.call("configure", config={**config, "parameters": MANY, "backend": "nccl"})
+            error = raises(lambda host=trainer: host.call("init"))
+            assert (error["type"], error["rank"], error["engine"]) == ("AgreementError", 0, "e/0")
+            assert expected in error["message"]
+
+
+def test_failed_round_of_two_senders_leaves_nothing_behind(cast: Cast) -> None:
+    """With a channel for each sender, a worker that stops in mid-round costs the deadline, and the next round is whole."""
+    owners = {name: [index * 2 // len(BIG)] for index, name in enumerate(BIG)}
+    workers = cast.engine(BIG, 1)
+    trainers = cast.trainers(workers, 2, parameters=BIG, owners=owners, info={"timeout_s": 3})
+    assert together(*(lambda t=t: t.call("init") for t in trainers)) == [None, None]
+    for report in together(*(lambda t=t: t.call("send") for t in trainers)):
+        committed(report)
+    workers[0].signal(signal.SIGSTOP)
+    errors = [
+        raises(lambda r=result: _reraise(r)) for result in together(*(lambda t=t: t.call("send") for t in trainers))
+    ]
+    workers[0].signal(signal.SIGCONT)
+    assert {error["type"] for error in errors} == {"RoundTimeoutError"}
+    for trainer in trainers:
+        trainer.call("set_weights", seed=5)
+    assert together(*(lambda t=t: t.call("init") for t in trainers)) == [None, None]
+    for report in together(*(lambda t=t: t.call("send") for t in trainers)):
+        committed(report)
+    assert workers[0].call("sums") == trainers[0].call("sums") == trainers[1].call("sums")
+
+
+def _reraise(result: object) -> object:
+    if isinstance(result, BaseException):
+        raise result
+    return result
