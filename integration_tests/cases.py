@@ -406,6 +406,9 @@ class GPUCase:
         cuda_graphs: whether the engine captures them.
         not_in_place: words of the reasons for which layers are not written in place, and how many.
         quantization: what the engine quantizes to as it loads; None is not at all.
+        engine: `inprocess`, or `http`, an unmodified server.
+        laws: instead of all this, run the tests of test_fake_nccl.py that this expression selects, on the first trainer's GPU and
+            the first worker's, with NCCL itself.
         tolerance: of a log-probability, against transformers in float32; a missing parameter shows by 0.25 or more. None
             compares nothing, where the two compute differently.
         trainer_needs: modules that the trainer's environment must have.
@@ -422,6 +425,8 @@ class GPUCase:
     cuda_graphs: bool = False
     not_in_place: dict[str, int] = field(default_factory=dict)
     quantization: str | None = None
+    engine: str = "inprocess"
+    laws: str | None = None
     tolerance: float | None = 0.15
     trainer_needs: tuple[str, ...] = ("torch", "transformers")
     worker_needs: tuple[str, ...] = ("torch", "vllm", "wt_worker")
@@ -482,6 +487,55 @@ GPU_CASES = (
         quantization="fp8",
         tolerance=None,
         not_in_place={"quantization method": 8},
+    ),
+    *(
+        GPUCase(
+            **{
+                "backend": "nccl",
+                "layout": "whole",
+                "trainer_gpus": (0,),
+                "worker_gpus": (1,),
+                "trainer_needs": ("torch", "transformers", "nccl"),
+                "worker_needs": ("torch", "vllm", "wt_worker", "nccl"),
+                **cell,
+            }
+        )
+        for cell in (
+            {"id": "nccl-tp1-plain", "model": "llama"},
+            # The second trainer rank and the worker have a GPU in common.
+            {"id": "nccl-tp1-fsdp2", "model": "qwen2", "layout": "fsdp2", "trainer_gpus": (0, 1)},
+            {"id": "nccl-tp1-fp32-tied", "model": "llama-tied", "trainer_dtype": "float32"},
+            {"id": "nccl-tp1-graphs", "model": "llama", "cuda_graphs": True},
+            {"id": "nccl-tp1-graphs-moe", "model": "qwen3-moe", "layout": "renamed", "cuda_graphs": True},
+            {
+                "id": "nccl-tp1-online-fp8",
+                "model": "llama",
+                "quantization": "fp8",
+                "tolerance": None,
+                "not_in_place": {"quantization method": 8},
+            },
+            {"id": "nccl-http-plain", "model": "llama", "engine": "http"},
+            {
+                "id": "nccl-laws",
+                "model": "llama",
+                "laws": "not settings",
+            },
+            {
+                "id": "nccl-pp2-tp1",
+                "model": "llama-tied",
+                "layout": "pipeline",
+                "trainer_gpus": (0, 1),
+                "worker_gpus": (2,),
+            },
+            {"id": "nccl-tp2-plain", "model": "qwen2", "worker_gpus": (1, 2)},
+            {
+                "id": "nccl-pp2-tp2",
+                "model": "llama",
+                "layout": "pipeline",
+                "trainer_gpus": (0, 1),
+                "worker_gpus": (2, 3),
+            },
+        )
     ),
 )
 """Cells for GPUs, one session each; a new backend adds its own."""

@@ -50,6 +50,14 @@ class InProcess:
     def weight_versions(self) -> list[str]:
         return [self.host.call("weight_version")]
 
+    def device_bytes(self) -> list[int]:
+        """What torch has allocated on the GPU of each rank that is in the engine's own process."""
+        return [self.host.call("device_bytes")]
+
+    def tail(self, num_lines: int) -> str:
+        """The end of what it printed."""
+        return self.host.tail(num_lines)
+
     def close(self) -> None:
         self.host.close()
 
@@ -73,6 +81,14 @@ class Servers:
 
     def weight_versions(self) -> list[str]:
         return [server.weight_version() for server in self.servers]
+
+    def device_bytes(self) -> list[int]:
+        """Nothing: servers cannot be asked."""
+        return []
+
+    def tail(self, num_lines: int) -> str:
+        """The end of what they printed."""
+        return "\n".join(server.tail(num_lines) for server in self.servers)
 
     def close(self) -> None:
         together(*(server.close for server in self.servers))

@@ -51,10 +51,10 @@ class PlacementExtension:
         elif moment == "staging":
             names = engine._metadata[id(engine.model)].metadata.names
 
-            def flip(writer: Any, group: Any, buffer: Any, _: int) -> bool:
-                for piece in group.pieces:
+            def flip(writer: Any, group: Any, arrival: Any, _: int) -> bool:
+                for piece, data in zip(group.pieces, arrival.data, strict=True):
                     if names[piece.index] == param:
-                        _flip(buffer[piece.offset : piece.offset + piece.num_bytes])
+                        _flip(data)
                         return True
                 return False
 
@@ -62,10 +62,11 @@ class PlacementExtension:
         else:
             original = GlooChannel.broadcast
 
-            def broadcast(channel: Any, buffers: Any, deadline: float) -> None:
+            def broadcast(channel: Any, buffers: Any, deadline: float, **options: Any) -> Any:
                 GlooChannel.broadcast = original
-                original(channel, buffers, deadline)
+                transfer = original(channel, buffers, deadline, **options)
                 _flip(buffers[0])  # the first parameter's first bit
+                return transfer
 
             GlooChannel.broadcast = broadcast
 

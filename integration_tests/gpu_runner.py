@@ -118,7 +118,12 @@ def main() -> int:
         "WT_WORKER_PYTHONPATH": os.pathsep.join(worker_paths),
         "WT_WORKER_PYTHON": os.environ.get("WT_WORKER_PYTHON", sys.executable),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-s", str(HERE / "gpu_cells.py"), f"--gpu-case={case.id}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-s"]
+    if case.laws is None:
+        command += [str(HERE / "gpu_cells.py"), f"--gpu-case={case.id}"]
+    else:
+        command += [str(HERE / "test_fake_nccl.py"), "-k", case.laws]
+        environment["WT_TEST_GPUS"] = f"{case.trainer_gpus[0]},{case.worker_gpus[0]}"
     return int(not run_block(case.id, command, timeout_s=args.timeout, environment=environment))
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import pytest
 import requests
 
 P = TypeVar("P", bound="_HostProcess")
@@ -192,6 +193,10 @@ class TrainerHost(_HostProcess):
         super().__init__(command, config, {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, directory)
 
 
+TEST_GPUS = "WT_TEST_GPUS"
+"""Environment variable: the GPUs of all trainer and of all worker processes of a `Cast`, such as `0,1`; unset is the CPU."""
+
+
 class Cast:
     """Processes for the tests: warm ones are given out again, each test gets them newly configured.
 
@@ -202,14 +207,25 @@ class Cast:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.backend = "gloo"
+        trainer_gpu, _, worker_gpu = os.environ.get(TEST_GPUS, "").partition(",")
+        self._on_gpu = {"device": "cuda"} if trainer_gpu else {}
+        self._gpus = {
+            TrainerHost: {"CUDA_VISIBLE_DEVICES": trainer_gpu} if trainer_gpu else {},
+            WorkerHost: {"CUDA_VISIBLE_DEVICES": worker_gpu} if worker_gpu else {},
+        }
         self._idle: dict[type[_HostProcess], list[_HostProcess]] = {WorkerHost: [], TrainerHost: []}
         self._used: list[_HostProcess] = []
 
     def worker(self, parameters: dict[str, Any], **config: Any) -> WorkerHost:
         """A bare worker rank with these parameters."""
-        worker = self._take(WorkerHost, lambda: WorkerHost("bare", self.directory))
+        if self._on_gpu and any(isinstance(used, WorkerHost) and used.process.poll() is None for used in self._used):
+            pytest.skip("two ranks of a communicator cannot share a GPU")
+        worker = self._take(WorkerHost, lambda: WorkerHost("bare", self.directory, environment=self._gpus[WorkerHost]))
         name = f"engine-{worker.process.pid}"
-        worker.call("configure", config={"engine": name, "parameters": parameters, "backend": self.backend, **config})
+        worker.call(
+            "configure",
+            config={"engine": name, "parameters": parameters, "backend": self.backend, **self._on_gpu, **config},
+        )
         return worker
 
     def engine(self, parameters: dict[str, Any], size: int, name: str = "e", **config: Any) -> list[WorkerHost]:
@@ -222,8 +238,8 @@ class Cast:
 
     def trainers(self, workers: list[WorkerHost], num_ranks: int, /, **config: Any) -> list[TrainerHost]:
         """All ranks of one trainer, with a default group."""
-        config = {"group_port": free_port(), "backend": self.backend, **config}
-        hosts = [self._take(TrainerHost, lambda: TrainerHost(self.directory)) for _ in range(num_ranks)]
+        config = {"group_port": free_port(), "backend": self.backend, **self._on_gpu, **config}
+        hosts = [self._take(TrainerHost, self._new_trainer) for _ in range(num_ranks)]
         results = together(
             *(
                 lambda rank=rank: self._configure(hosts[rank], workers, rank, num_ranks, config)
@@ -253,9 +269,12 @@ class Cast:
         self._used.append(process)
         return process  # type: ignore[return-value]  # filed under its own type
 
+    def _new_trainer(self) -> TrainerHost:
+        return TrainerHost(self.directory, environment=self._gpus[TrainerHost])
+
     def _trainer(self, workers: list[WorkerHost], rank: int, num_ranks: int, config: dict[str, Any]) -> TrainerHost:
-        host = self._take(TrainerHost, lambda: TrainerHost(self.directory))
-        self._configure(host, workers, rank, num_ranks, {"backend": self.backend, **config})
+        host = self._take(TrainerHost, self._new_trainer)
+        self._configure(host, workers, rank, num_ranks, {"backend": self.backend, **self._on_gpu, **config})
         return host
 
     @staticmethod
@@ -285,7 +304,14 @@ def together(*calls: Callable[[], Any], timeout_s: float = 120) -> list[Any]:
 class _Server:
     """An inference server in the worker environment, and the few questions that tests ask it."""
 
-    def __init__(self, module: str, arguments: list[str], directory: Path, packages: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: list[str],
+        directory: Path,
+        packages: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{self.port}.log"
@@ -295,7 +321,7 @@ class _Server:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=worker_environment(packages, VLLM_SERVER_DEV_MODE="1"),
+                env=worker_environment(packages, VLLM_SERVER_DEV_MODE="1", **(environment or {})),
                 cwd=directory,
                 start_new_session=True,
             )
@@ -389,16 +415,18 @@ class VLLMServer(_Server):
         *,
         backend: str = "wt_gloo",
         tensor_parallel_size: int = 1,
+        dtype: str = "float32",
         arguments: tuple[str, ...] = (),
         packages: Path | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         options = [
             *("--model", str(model), "--served-model-name", "m"),
-            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8"),
+            *("--enforce-eager", "--dtype", dtype, "--max-model-len", "128", "--max-num-seqs", "8"),
             *("--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tensor_parallel_size)),
             *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
         ]
-        super().__init__("vllm.entrypoints.openai.api_server", options, directory, packages)
+        super().__init__("vllm.entrypoints.openai.api_server", options, directory, packages, environment)
 
 
 class EmbeddedServer(_Server):

@@ -65,11 +65,19 @@ def process_stats() -> dict[str, Any]:
     }
 
 
+def device_bytes() -> int:
+    """What torch has allocated on this process's GPU; 0 without one."""
+    import torch
+
+    gc.collect()
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
 def checksums(tensors: dict[str, Any]) -> dict[str, int]:
     """The CRC-32 of each tensor's bytes."""
     import torch
 
     return {
-        name: zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        name: zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         for name, tensor in tensors.items()
     }

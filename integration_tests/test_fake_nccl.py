@@ -13,6 +13,8 @@ import pytest
 from harness import Cast, TrainerHost, together
 from test_failures import (  # noqa: F401  # collected here, too
     BIG,
+    Measured,
+    mid_round,
     test_frozen_trainer,
     test_frozen_worker,
     test_trainer_killed_in_mid_round,
@@ -71,6 +73,32 @@ def test_buffers_stay_within_what_the_init_info_says(cast: Cast) -> None:
     by_engine = {worker["engine"]: worker["buffer_bytes"] for worker in report["workers"]}
     assert by_engine == {"float32/0": 0, "bfloat16/0": 6 << 20}
     assert report["buffer_bytes"] == 0
+
+
+@pytest.mark.parametrize("event", ["killed", "stopped"])
+def test_next_round_is_at_full_speed(cast: Cast, measured: Measured, event: str) -> None:
+    """What a failure in mid-transfer leaves behind does not slow the rounds that follow, in a trainer that survived it."""
+    (worker,) = cast.engine(BIG, 1)
+    trainer = cast.trainer([worker], parameters=BIG)
+    trainer.call("init")
+    committed(trainer.call("send"))
+    before_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+    trainer.call("init", timeout_s=3)
+    trainer.call("slow", pause_s=0.05)
+    number = signal.SIGKILL if event == "killed" else signal.SIGSTOP
+    error, after_s = mid_round(lambda: trainer.call("send"), lambda: worker.signal(number), 0.5)
+    assert error["type"] == ("PeerLostError" if event == "killed" else "RoundTimeoutError")
+    measured(after_s)
+    if event == "killed":
+        (worker,) = cast.engine(BIG, 1)
+        trainer.call("reach", workers=[worker.port])
+    worker.signal(signal.SIGCONT)
+    trainer.call("slow", pause_s=0.0)
+    trainer.call("init")
+    committed(trainer.call("send"))
+    after_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+    assert after_s < 1.5 * before_s + 0.02
+    assert worker.call("sums") == trainer.call("sums")
 
 
 def test_settings_that_differ_are_named(cast: Cast, tmp_path: object) -> None:

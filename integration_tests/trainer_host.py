@@ -3,7 +3,7 @@
 Runs in the trainer environment, without vLLM. What `configure` takes: `rank`, `num_ranks`,
 `layout` (see `LAYOUTS`), `group_port` (of the default group, if the layout has one), what reaches the engines (`workers`, ports
 of worker processes; `base_urls`, of servers; `actors` and `ray_address`), `parameters` (name: [dtype, shape]) or `model` (a
-kind of `models.py`) and its `dtype`, and `info` (options of the init info).
+kind of `models.py`), its `dtype` and `device`, and `info` (options of the init info).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import fake_nccl
 import torch
 from harness import HostClient, together
-from hosting import checksums, process_stats, serve
+from hosting import checksums, device_bytes, process_stats, serve
 
 from wt_trainer import (
     GlooTrainerInitInfo,
@@ -125,12 +125,12 @@ class Trainer:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.config = config
-        if config.get("backend") == "nccl" and not torch.cuda.is_available():
+        if config.get("backend") == "nccl" and config.get("device", "cpu") == "cpu":
             fake_nccl.install("wt_trainer")
         self.rank, self.num_ranks = config["rank"], config["num_ranks"]
         if "group_port" in config:
             torch.distributed.init_process_group(
-                "gloo",
+                "gloo" if config.get("device", "cpu") == "cpu" else "cpu:gloo,cuda:nccl",
                 init_method=f"tcp://127.0.0.1:{config['group_port']}",
                 rank=self.rank,
                 world_size=self.num_ranks,
@@ -222,6 +222,9 @@ class Trainer:
     def stats(self) -> dict[str, Any]:
         return process_stats()
 
+    def device_bytes(self) -> int:
+        return device_bytes()
+
     def echo(self, value: Any) -> Any:
         return value
 
@@ -229,7 +232,8 @@ class Trainer:
 def _plain(trainer: Trainer) -> WeightSource:
     """Every rank holds everything."""
     parameters = trainer.config["parameters"]
-    source = TensorSource(make_tensors(parameters, 0), trainer.rank, trainer.config.get("owners"))
+    tensors = {n: t.to(trainer.config.get("device", "cpu")) for n, t in make_tensors(parameters, 0).items()}
+    source = TensorSource(tensors, trainer.rank, trainer.config.get("owners"))
 
     def load(seed: int) -> None:
         for name, tensor in make_tensors(parameters, seed).items():
@@ -291,7 +295,7 @@ class CheckpointSource(WeightSource):
 
 def _hf_whole(trainer: Trainer) -> WeightSource:
     """A Hugging Face model, whole on every rank."""
-    model = _build_hf(trainer, 0)
+    model = _build_hf(trainer, 0).to(trainer.config.get("device", "cpu"))
     _load_whole(trainer, model)
     return CheckpointSource(model, lie=trainer.config.get("lie", ""), lie_about=trainer.config.get("lie_about", ""))
 
@@ -301,7 +305,7 @@ def _hf_renamed(trainer: Trainer) -> WeightSource:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from renamed import checkpoint_name
 
-    model = _build_hf(trainer, 0)
+    model = _build_hf(trainer, 0).to(trainer.config.get("device", "cpu"))
     _load_whole(trainer, model)
     return RenamedSource(ModuleSource(torch.compile(model, backend="eager")), checkpoint_name)
 
@@ -316,8 +320,9 @@ def _hf_fsdp2(trainer: Trainer, *, offload: bool = False) -> WeightSource:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (trainer.num_ranks,))
-    model = _build_hf(trainer, 0)
+    device = trainer.config.get("device", "cpu")
+    mesh = init_device_mesh(device, (trainer.num_ranks,))
+    model = _build_hf(trainer, 0).to(device)
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **options)
@@ -393,7 +398,7 @@ class StageSource(WeightSource):
 
 def _hf_pipeline(trainer: Trainer) -> WeightSource:
     """A Hugging Face model in pipeline stages: every rank is a data sender."""
-    model = _build_hf(trainer, 0)
+    model = _build_hf(trainer, 0).to(trainer.config.get("device", "cpu"))
     _load_whole(trainer, model)
     return StageSource(model, trainer.rank, trainer.num_ranks, model.config.num_hidden_layers)
 

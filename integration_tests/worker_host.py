@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hosting import checksums, process_stats, serve
+from hosting import checksums, device_bytes, process_stats, serve
 
 
 class BareHost:
@@ -39,16 +39,17 @@ class BareHost:
 
         if self.engine is not None:
             self.engine.shutdown()
-        if config.get("backend") == "nccl":
+        device = torch.device(config.get("device", "cpu"))
+        if config.get("backend") == "nccl" and device.type == "cpu":
             import fake_nccl
 
             fake_nccl.install("wt_worker")
-        self.model = _module(config["parameters"])
-        self.draft = _module(config.get("draft", {}))
+        self.model = _module(config["parameters"]).to(device)
+        self.draft = _module(config.get("draft", {})).to(device)
         parallel = SimpleNamespace(rank=config.get("rank", 0), world_size=config.get("size", 1), data_parallel_index=0)
         vllm_config = SimpleNamespace(parallel_config=parallel, model_config=None, instance_id=config["engine"])
         self.engine = WeightTransferEngineFactory.create_engine(
-            WeightTransferConfig(backend=config.get("backend", "gloo")), vllm_config, torch.device("cpu"), self.model
+            WeightTransferConfig(backend=config.get("backend", "gloo")), vllm_config, device, self.model
         )
         self.active = False
         self.version = "default"
@@ -164,6 +165,8 @@ class VLLMHost:
             weight_transfer_config={"backend": config.get("backend", "wt_gloo")},
             tensor_parallel_size=config.get("tensor_parallel_size", 1),
             quantization=config.get("quantization"),
+            load_format=config.get("load_format", "auto"),
+            skip_tokenizer_init=config.get("load_format") == "dummy",
             worker_extension_cls="extension.TestExtension",
         )
 
@@ -192,6 +195,9 @@ class VLLMHost:
 
     def weight_version(self) -> str:
         return self.llm.get_weight_version()
+
+    def device_bytes(self) -> int:
+        return device_bytes()
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probability of each prompt token after the first."""

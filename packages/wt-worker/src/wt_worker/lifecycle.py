@@ -157,7 +157,11 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 StaleSessionError("a later init replaced this session; call trainer_init again", side=Side.WORKER)
             )
             self._session = WorkerSession.connect(
-                init_info, self._hello(), lambda: (self._open, bool(self._poisoned_by)), self._on_held
+                init_info,
+                self._hello(),
+                lambda: (self._open, bool(self._poisoned_by)),
+                self._on_held,
+                self._release,
             )
             self._init_info = init_info
 
@@ -407,12 +411,16 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 phase="init",
             )
 
+    def _release(self) -> None:
+        """Nothing is held any more for a sender's next round: it will not come."""
+        self._end_transfer(failed=True)
+        self._writer_cache.clear()  # its programs hold buffers that are gone, and groups of other bounds
+
     def _leave(self, reason: WeightTransferError) -> None:
         self._abandon_round()
-        self._end_transfer(failed=True)
+        self._release()
         self._metadata.clear()
         self._told.clear()
-        self._writer_cache.clear()  # its programs hold buffers that are gone, and groups of other bounds
         if self._session is not None:
             self._session.leave(reason)
             self._session = None

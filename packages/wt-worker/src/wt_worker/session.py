@@ -34,6 +34,7 @@ class WorkerSession:
         info: SessionInitInfo,
         state: Callable[[], tuple[bool, bool]],
         on_held: Callable[[bool], None],
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self.id = info.session
         self.changed = threading.Condition()
@@ -47,6 +48,7 @@ class WorkerSession:
         self._timeout_s = info.timeout_s
         self._state = state
         self._on_held = on_held
+        self._on_lost_idle = on_lost
         connection.start_reader(self._on_message, self._on_lost, name=f"wt-session-reader {self.id}")
 
     def __repr__(self) -> str:
@@ -59,10 +61,12 @@ class WorkerSession:
         hello: Hello,
         state: Callable[[], tuple[bool, bool]],
         on_held: Callable[[bool], None],
+        on_lost: Callable[[], None] = lambda: None,
     ) -> WorkerSession:
         """A session with the sender that `info` names.
 
-        On the reader thread, `state()` is asked for (open, poisoned), and `on_held` hears whether the sender holds the server.
+        On the reader thread, `state()` is asked for (open, poisoned), `on_held` hears whether the sender holds the server, and
+        `on_lost` that it is gone, if that was not in a round.
 
         Raises:
             PeerLostError: nobody listens there, or it does not let us in within 10 s.
@@ -76,7 +80,7 @@ class WorkerSession:
             hello=hello,
             timeout_s=info.timeout_s,
         )
-        return cls(connection, info, state, on_held)
+        return cls(connection, info, state, on_held, on_lost)
 
     def begin_round(self, number: int) -> Round:
         """The round in progress from now on, its deadline the session's `timeout_s` until the sender says what is left.
@@ -146,6 +150,9 @@ class WorkerSession:
     def _on_lost(self, exc: Exception) -> None:
         with self.changed:
             self.lost = PeerLostError(f"the trainer is gone ({exc})", side=Side.WORKER)
+            in_round = self.round is not None
             if self.round is not None:  # with an error of its own, since it gets the round's number
                 self.round.fail(PeerLostError(self.lost.message, side=Side.WORKER), told=True)
             self.changed.notify_all()
+        if not in_round:
+            self._on_lost_idle()
