@@ -1,8 +1,8 @@
 """A Llama of 8B shapes to a real vLLM on another GPU: `send_weights()` whole, against one flat broadcast and stock vLLM.
 
 Needs two GPUs, a worker's environment with vLLM, and nccl4py in both. In one run, in turn, medians: ncclBroadcast of one flat
-buffer of the same bytes; ours with `verify="off"` and with the default; ours with `verify="off"` over HTTP; vLLM's own backend `nccl`,
-packed. All workers are on one GPU, all trainers on the other.
+buffer of as many bytes; ours with `verify="off"` and with the default; ours with `verify="off"` over HTTP; vLLM's own backend
+`nccl`, packed. All workers are on one GPU, all trainers on the other.
 """
 
 from __future__ import annotations
