@@ -21,6 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
 from harness import VLLMServer, worker_environment, worker_python
 from lines import LineClient
@@ -155,6 +156,7 @@ def measure() -> Iterator[str]:
 def _measure(directory: Path, processes: Processes, stack: ExitStack) -> Iterator[str]:
     model = directory / "model"
     model.mkdir(exist_ok=True)
+    models.build_tokenizer(VOCAB).save_pretrained(model)
     (model / "config.json").write_text(json.dumps(CONFIG))
     options = {"model": str(model), "dtype": "bfloat16", "load_format": "dummy", "fill_memory": False}
     ports = {
@@ -169,7 +171,7 @@ def _measure(directory: Path, processes: Processes, stack: ExitStack) -> Iterato
         directory,
         backend="wt_nccl",
         dtype="bfloat16",
-        arguments=("--load-format", "dummy", "--skip-tokenizer-init"),
+        arguments=("--load-format", "dummy"),
         environment={"CUDA_VISIBLE_DEVICES": WORKER_GPU},
     )
     stack.callback(server.close)

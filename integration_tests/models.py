@@ -190,7 +190,7 @@ def save_checkpoint(kind: str, seed: int, directory: Path | str) -> None:
     """`directory` holds config, weights and tokenizer: what a server is started with."""
     model = build_model(kind, seed)
     model.save_pretrained(directory)
-    tokenizer = _build_tokenizer(model.config.vocab_size)
+    tokenizer = build_tokenizer(model.config.vocab_size)
     if kind == "mixtral":
         # transformers would look for Mistral's own tokenizer first, whose import needs more than a lean vLLM has;
         # it does not for one that names code, and without trust in remote code it takes its own class all the same.
@@ -233,7 +233,7 @@ def greedy(model: PreTrainedModel, token_ids: list[int], num_tokens: int) -> lis
     return ids[len(token_ids) :]
 
 
-def _build_tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
     """One token per byte, then the special ones, then unused ones up to the vocabulary's size."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(alphabet)}

@@ -47,9 +47,6 @@ def run_sums(
     tile = tl.load(row + 6) + local % num_tiles
     begin = first // 65536 + local // num_tiles * CHUNK
     end = tl.minimum(begin + CHUNK, (first + count - 1) // 65536 + 1)
-    if aligned:
-        address = tl.multiple_of(address, 16)
-        first = tl.multiple_of(first, 4)
     words = address.to(tl.pointer_type(tl.int32))
     columns = tile * TILE + tl.arange(0, TILE)
     sums = tl.zeros([TILE], dtype=tl.int64)
@@ -57,7 +54,10 @@ def run_sums(
         start = block * 65536 + tile * TILE - first
         factor = tl.load(block_factors + block)
         if (start >= 0) & (start + TILE <= count):
-            word = tl.load(words + start + tl.arange(0, TILE))
+            places = words + start + tl.arange(0, TILE)
+            if aligned:  # 16 bytes at once
+                places = tl.multiple_of(places, 16)
+            word = tl.load(places)
             sums += word.to(tl.int64) * factor
         else:
             at = start + tl.arange(0, TILE)
