@@ -38,6 +38,7 @@ from wt_trainer import (
 HERE = Path(__file__).parent
 RUNS = 15
 TRAINER_GPU, WORKER_GPU = "0", "1"
+GPU_SHARE = 0.2  # of the worker's GPU for each of four vLLMs
 HIDDEN, INTERMEDIATE, LAYERS, KV, VOCAB = 4096, 14336, 32, 1024, 128256
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,7 +70,8 @@ def shapes() -> dict[str, list[int]]:
             f"{prefix}self_attn.o_proj.weight": [HIDDEN, HIDDEN],
             f"{prefix}mlp.gate_proj.weight": [INTERMEDIATE, HIDDEN],
             f"{prefix}mlp.up_proj.weight": [INTERMEDIATE, HIDDEN],
-            f"{prefix}mlp.down_proj.weight": [HIDDEN, INTERMEDIATE],
+            f"{prefix}mlp.down_proj.weight": [GPU_SHARE = 0.2  # of the worker's GPU for each of four vLLMs
+HIDDEN, INTERMEDIATE],
             f"{prefix}input_layernorm.weight": [HIDDEN],
             f"{prefix}post_attention_layernorm.weight": [HIDDEN],
         }
@@ -159,6 +161,7 @@ def _measure(directory: Path, processes: Processes, stack: ExitStack) -> Iterato
     models.build_tokenizer(VOCAB).save_pretrained(model)
     (model / "config.json").write_text(json.dumps(CONFIG))
     options = {"model": str(model), "dtype": "bfloat16", "load_format": "dummy", "fill_memory": False}
+    options |= {"gpu_memory_utilization": GPU_SHARE}
     ports = {
         name: processes.start(name, "nccl_worker.py", WORKER_GPU, backend=backend, **options)
         for name, backend in (("off", "wt_nccl"), ("full", "wt_nccl"), ("stock", "nccl"))
@@ -171,7 +174,7 @@ def _measure(directory: Path, processes: Processes, stack: ExitStack) -> Iterato
         directory,
         backend="wt_nccl",
         dtype="bfloat16",
-        arguments=("--load-format", "dummy"),
+        arguments=("--load-format", "dummy", "--gpu-memory-utilization", str(GPU_SHARE)),
         environment={"CUDA_VISIBLE_DEVICES": WORKER_GPU},
     )
     stack.callback(server.close)

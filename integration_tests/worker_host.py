@@ -162,6 +162,7 @@ class VLLMHost:
             max_model_len=128,
             max_num_seqs=8,
             kv_cache_memory_bytes=64 << 20,
+            gpu_memory_utilization=config.get("gpu_memory_utilization", 0.9),
             weight_transfer_config={"backend": config.get("backend", "wt_gloo")},
             tensor_parallel_size=config.get("tensor_parallel_size", 1),
             quantization=config.get("quantization"),
