@@ -70,8 +70,7 @@ def shapes() -> dict[str, list[int]]:
             f"{prefix}self_attn.o_proj.weight": [HIDDEN, HIDDEN],
             f"{prefix}mlp.gate_proj.weight": [INTERMEDIATE, HIDDEN],
             f"{prefix}mlp.up_proj.weight": [INTERMEDIATE, HIDDEN],
-            f"{prefix}mlp.down_proj.weight": [GPU_SHARE = 0.2  # of the worker's GPU for each of four vLLMs
-HIDDEN, INTERMEDIATE],
+            f"{prefix}mlp.down_proj.weight": [HIDDEN, INTERMEDIATE],
             f"{prefix}input_layernorm.weight": [HIDDEN],
             f"{prefix}post_attention_layernorm.weight": [HIDDEN],
         }
