@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from wt_common.digest import digest_bytes
-from wt_worker.placement.binding import Binding, misfit
+from wt_worker.placement.binding import Anchors, Binding, misfit
 from wt_worker.placement.trace import Target, trace
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -287,3 +287,65 @@ def test_tensor_that_serves_otherwise_than_it_was_loaded(served, text):
     """The text names the parameter, what differs, what serves and what the loader saw."""
     plan = bound(by_name, {"w": torch.zeros(4, 2)}, [("w", F32, (4, 2))]).plan
     assert misfit(plan, "w", served) == text
+
+
+# --- anchors ---------------------------------------------------------------------------------------------------
+
+
+def tree():
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 3), torch.nn.Linear(3, 3)])
+    model.register_buffer("scale", torch.ones(2))
+    model.head = torch.nn.Module()
+    return model
+
+
+def set_data(model):
+    model.layers[1].weight.data = torch.zeros(3, 3)
+
+
+def set_dtype(model):
+    model.layers[1].weight.data = model.layers[1].weight.data.double()
+
+
+def transpose(model):
+    model.layers[1].weight.data = model.layers[1].weight.data.t()
+
+
+def set_parameter(model):
+    model.layers[0].bias = torch.nn.Parameter(model.layers[0].bias.data)
+
+
+def set_module(model):
+    model.layers[0] = torch.nn.Linear(2, 3)
+
+
+def set_list(model):
+    model.layers = torch.nn.ModuleList(model.layers)
+
+
+def set_head(model):
+    model.head = torch.nn.Module()
+
+
+def set_buffer(model):
+    model.scale = torch.ones(2)
+
+
+def delete(model):
+    del model.layers[1].weight
+
+
+@pytest.mark.parametrize(
+    "change", [set_data, set_dtype, transpose, set_parameter, set_module, set_list, set_head, set_buffer, delete]
+)
+def test_anchors_hold_until_something_is_replaced(change):
+    """Other modules, tensors, memory or layouts under the names are found; new values in the same place are not a change."""
+    model = tree()
+    anchors = Anchors(model, ["layers.0.bias", "layers.1.weight", "scale"], ["head"])
+    with torch.no_grad():
+        model.layers[1].weight.fill_(3)
+        model.layers[1].bias.data = torch.zeros(3)  # nobody asked for it
+    assert anchors.hold()
+    change(model)
+    assert not anchors.hold()

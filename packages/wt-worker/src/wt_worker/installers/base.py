@@ -35,11 +35,9 @@ class InstallResult:
     """What one round did to the model.
 
     Attributes:
-        num_parameters: parameters of the model that were written (fused ones count once).
-        not_synced: names of the model's other parameters, which still hold what they held before.
+        not_synced: names of the model's parameters that were not written, and still hold what they held before.
     """
 
-    num_parameters: int
     not_synced: tuple[str, ...]
 
 

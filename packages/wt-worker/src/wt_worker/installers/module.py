@@ -10,7 +10,7 @@ import torch
 from wt_common import PlanError, Side
 from wt_common.session import Metadata
 from wt_worker.installers.base import InstallResult, Prepared
-from wt_worker.placement.binding import Binding, Landing, misfit
+from wt_worker.placement.binding import Anchors, Binding, Landing, misfit
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import Target, TraceError, trace, unplannable
 
@@ -34,16 +34,18 @@ class ModuleInstaller:
         self._load: Load | None = getattr(model, "load_weights", None)
         self._prepared: tuple[tuple[str, bool], Prepared] | None = None
         self._targets = dict(model.named_parameters(remove_duplicate=False))
+        self._anchors = Anchors(model, self._targets)
         self._touched = False
         self._untouched: tuple[str, ...] = ()
         self._filled: dict[int, str] = {}  # the name under which each parameter was loaded
 
     def prepare(self, metadata: Metadata, digest: str) -> Prepared:
         """As in the protocol; refuses a round that leaves out a parameter, too."""
-        self._targets = dict(self._model.named_parameters(remove_duplicate=False))
         key, known = (digest, self.check_cover), self._prepared
-        if known is not None and known[0] == key and known[1].binding.is_bound_to(self._targets):
+        if known is not None and known[0] == key and self._anchors.hold():
             return known[1]
+        self._targets = dict(self._model.named_parameters(remove_duplicate=False))
+        self._anchors = Anchors(self._model, self._targets)
         casts = {} if self._load else self._check_by_name(metadata)
         plan = self._trace(metadata)
         untouched = self._find_untouched(plan, metadata)
@@ -101,9 +103,7 @@ class ModuleInstaller:
         binding = self._binding_now()
         self._touched |= not binding.parameters.isdisjoint(binding.plan.fills_of)
         binding.fill()
-        missing = {id(self._targets[name]) for name in self._untouched}
-        num_parameters = len({id(target) for target in self._targets.values()} - missing)
-        return InstallResult(num_parameters=num_parameters, not_synced=self._untouched)
+        return InstallResult(not_synced=self._untouched)
 
     def commit(self) -> None:
         """Nothing is left to do."""

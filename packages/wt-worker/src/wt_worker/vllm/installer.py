@@ -7,21 +7,21 @@ A layer's way, from the first round on:
    parameters are filled as the trace says, and vLLM processes them as after a load.
 2. All others go through the loader until they are proved. After each such round the bytes that serve are digested through the
    plan, and compared with those that came; and whatever else the model refers to is searched for copies of them.
-3. From then on they are written *in place*, as long as their tensors are the same ones (`Binding.is_bound_to`) and no expert has
+3. From then on they are written *in place*, as long as their tensors are the same ones (`Anchors`) and no expert has
    moved.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from wt_common.session import Metadata
 from wt_worker.installers.base import InstallResult, Prepared
-from wt_worker.placement.binding import Binding, Landing, misfit
+from wt_worker.placement.binding import Anchors, Binding, Landing, misfit
 from wt_worker.placement.describe import LayerDescription, PlanDescription
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import REPLACED, STRAY, Target, TraceError, unplannable
@@ -92,10 +92,17 @@ class VLLMInstaller:
         if state.experts_have_moved():
             logger.info("experts have moved: what was proved of the model is forgotten")
             return True
-        if state.bound is None or state.bound.is_bound_to(live_tensors(self._model)):
+        if state.bound is None or (state.anchors is not None and state.anchors.hold()):
+            return False
+        if state.bound.is_bound_to(live_tensors(self._model)):  # by other objects, perhaps
+            self._anchor(state, state.bound.parameters)
             return False
         logger.info("tensors of the model were replaced: what was proved of them is forgotten")
         return True
+
+    def _anchor(self, state: LayerStates, parameters: Collection[str]) -> None:
+        state.recomputed = self._reload.recomputed()
+        state.anchors = Anchors(self._model, parameters, [module for module, _ in state.recomputed])
 
     def _new_state(self, metadata: Metadata) -> LayerStates:
         rows = []
@@ -223,6 +230,7 @@ class VLLMInstaller:
             if layer.parameters and not layer.is_in_place:
                 not_in_place.setdefault(layer.reason or "not proved yet", []).append(layer.name)
         binding = state.bound = Binding(state.plan, live_tensors(self._model), parameters)
+        self._anchor(state, parameters)
         num_layers = sum(map(len, not_in_place.values()))
         logger.info("%d layers are written in place, %d are not: %s", len(in_place), num_layers, _short(not_in_place))
         return Prepared(casts=state.casts, binding=binding, not_in_place=not_in_place)
@@ -313,22 +321,23 @@ class VLLMInstaller:
         for replay in self._replays.values():
             replay.finish()
         written: set[str] = set()
+        recomputed = state.recomputed
         if self._reload.is_open:
             try:
                 self._reload.finish(check_cover=self.check_cover)
             finally:
                 self._touched |= self._reload.touched
             written = self._reload.written
+            recomputed = self._reload.recomputed()
         self._touched = True
         state.prepared.binding.fill()
-        self._reload.recompute()
+        self._reload.recompute(recomputed)
         if self._proof is not None:
             self._proof.check()
         untouched = state.untouched
         if any(parameter.num_written is None for parameter in state.plan.parameters):
             untouched = tuple(name for name, _ in self._model.named_parameters() if name not in written)
-        num_parameters = sum(1 for _ in self._model.parameters()) - len(untouched)
-        return InstallResult(num_parameters=num_parameters, not_synced=untouched)
+        return InstallResult(not_synced=untouched)
 
     def commit(self) -> None:
         """What the round has shown of its layers counts."""

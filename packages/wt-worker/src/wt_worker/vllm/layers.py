@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from wt_worker.installers.base import Prepared
-from wt_worker.placement.binding import Binding
+from wt_worker.placement.binding import Anchors, Binding
 from wt_worker.placement.plan import NamePlan, Plan
 
 __all__ = ["Layer", "LayerStates", "share_reasons", "shared_layers"]
@@ -64,6 +64,8 @@ class LayerStates:
         expert_maps: (module, attribute, what it was), as when the plan was made.
         prepared: of the last round; None if the next one is installed in another way.
         bound: what was bound last, and so the tensors of which something was proved.
+        anchors: where these hang; None where that must be looked up.
+        recomputed: what makes again, after a round that is all in place, what is made from parameters; by module.
         is_covered: whether no layer gets a part; it was not asked yet if not.
         copies: (parameter, path of a tensor that holds a copy of it), each of which must follow its parameter.
     """
@@ -75,6 +77,8 @@ class LayerStates:
     expert_maps: list[tuple[torch.nn.Module, str, torch.Tensor]]
     prepared: Prepared | None = None
     bound: Binding | None = None
+    anchors: Anchors | None = None
+    recomputed: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     is_covered: bool = False
     copies: dict[tuple[str, str], None] = field(default_factory=dict)
     names: dict[str, NamePlan] = field(init=False)

@@ -16,7 +16,7 @@ because vLLM 0.26 to 0.33 lacks them:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from wt_common import PlanError
 from wt_worker.placement.plan import Plan
 from wt_worker.vllm.cover import Target, WriteRecorder
 from wt_worker.vllm.cpu import forget_moe_kernels, repack_tied_weights
-from wt_worker.vllm.derived import is_attention, recompute
+from wt_worker.vllm.derived import is_attention, recomputed
 from wt_worker.vllm.tracing import skipped_names, trace_model
 
 __all__ = ["LayerwiseReload", "loader_error", "partial_text", "plan_error"]
@@ -82,10 +82,16 @@ class LayerwiseReload:
         finally:
             self._put_back()
 
-    def recompute(self) -> None:
-        """What is made from parameters outside of vLLM's reload follows them."""
+    def recomputed(self) -> list[tuple[str, Callable[[], object]]]:
+        """What makes again what is made from parameters outside of vLLM's reload, by module; as long as these are the same."""
         with self._vllm_context():
-            recompute(self._model, self._model_config)
+            return recomputed(self._model, self._model_config)
+
+    def recompute(self, makers: Sequence[tuple[str, Callable[[], object]]]) -> None:
+        """What is made from parameters outside of vLLM's reload follows them."""
+        with torch.no_grad(), self._vllm_context():
+            for _, make in makers:
+                make()
 
     def begin(self, layers: Sequence[torch.nn.Module] | None, replayed: Collection[torch.nn.Module] = ()) -> None:
         """`layers`, or all, are on the meta device and take weights; no earlier round's is left.
