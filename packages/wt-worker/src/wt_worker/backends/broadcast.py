@@ -84,14 +84,14 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
         )
         round_.buffer_bytes = inbox.num_bytes
         arrived = _Arrivals(round_, mark_now(self._buffer_device))
+        limit = inbox.limits[0]
+        session.send(Credit(round=round_.number, limit=limit))  # before a thread starts, which takes its time
         threading.Thread(
             target=self._pump,
             args=(session, round_, go, groups, inbox, arrived, writer),
             name=f"wt-receive {session.id}",
             daemon=True,
         ).start()
-        limit = inbox.limits[0]
-        session.send(Credit(round=round_.number, limit=limit))
         for number, group in enumerate(groups):
             arrived.wait_for(number)
             writer.take(group, inbox.arrivals[number], number)
