@@ -84,9 +84,8 @@ class Anchors:
 
     def hold(self) -> bool:
         """Whether under each name there is the same object, with the same memory and layout."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # vLLM's parameters would take ten times as long to say what they are
+        # vLLM's parameters take ten times as long to say what they are. Public, in all but the module's name.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return self._hold()
 
     def _hold(self) -> bool:
