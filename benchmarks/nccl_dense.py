@@ -1,8 +1,8 @@
 """A Llama of 8B shapes to a real vLLM on another GPU: `send_weights()` whole, against one flat broadcast and stock vLLM.
 
 Needs two GPUs, a worker's environment with vLLM, and nccl4py in both. In one run, in turn, medians: ncclBroadcast of one flat
-buffer of as many bytes; ours with `verify="off"` and with the default; ours with `verify="off"` over HTTP; vLLM's own backend
-`nccl`, packed. All workers are on one GPU, all trainers on the other.
+buffer of as many bytes; ours with `verify="off"` and with the default; ours with `verify="off"` over HTTP, also to a server
+that was paused before; vLLM's own backend `nccl`, packed. All workers are on one GPU, all trainers on the other.
 """
 
 from __future__ import annotations
@@ -200,11 +200,16 @@ def _measure(directory: Path, processes: Processes, stack: ExitStack) -> Iterato
 
         return send
 
+    def paused() -> float:
+        with http.paused():  # the server's own pause has a sleep of 20 ms in it
+            return ours("http")()
+
     calls: dict[str, Callable[[], float]] = {
         "raw": raw.send,
         "off": ours("off"),
         "full": ours("full"),
         "http": ours("http"),
+        "http_paused": paused,
         "stock": lambda: float(stock.call("send")),
     }
     for name in ("off", "full", "http", *calls, *calls):  # the first rounds prove the layers, and compile
@@ -225,6 +230,7 @@ def _measure(directory: Path, processes: Processes, stack: ExitStack) -> Iterato
     yield line("nccl_dense", ours_ms=ms["off"], reference_ms=ms["raw"], **fields)
     yield line("nccl_dense_verified", ours_ms=ms["full"], reference_ms=ms["raw"], **fields)
     yield line("nccl_dense_http", ours_ms=ms["http"], reference_ms=ms["off"], **fields)
+    yield line("nccl_dense_http_paused", ours_ms=ms["http_paused"], reference_ms=ms["off"], **fields)
     yield line("nccl_dense_stock", ours_ms=ms["off"], reference_ms=ms["stock"], **fields)
 
 

@@ -5,12 +5,14 @@ Tests of the other modules are run again here, with this module's `cast`.
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 
 import fake_nccl
 import pytest
-from harness import Cast, TrainerHost, together
+from harness import TEST_GPUS, Cast, TrainerHost, together
 from test_failures import (  # noqa: F401  # collected here, too
     BIG,
     Measured,
@@ -98,6 +100,44 @@ def test_next_round_is_at_full_speed(cast: Cast, measured: Measured, event: str)
     committed(trainer.call("send"))
     after_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
     assert after_s < 1.5 * before_s + 0.02
+    assert worker.call("sums") == trainer.call("sums")
+
+
+@pytest.mark.skipif(TEST_GPUS not in os.environ, reason="needs GPUs: what is in flight there nobody sees")
+@pytest.mark.parametrize("victim", ["worker", "trainer"])
+def test_peer_killed_with_a_broadcast_in_flight(cast: Cast, measured: Measured, victim: str) -> None:
+    """NCCL says nothing; the survivor's kernel is ended all the same, and its next round with another peer is at full speed."""
+    huge = {f"layers.{index}.weight": ("uint8", [1 << 28]) for index in range(24)}
+    (worker,) = cast.engine(huge, 1)
+    trainer = cast.trainer([worker], parameters=huge)
+    trainer.call("init")
+    committed(trainer.call("send"))
+    before_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+    process = worker if victim == "worker" else trainer
+    killed_at: list[float] = []
+
+    def strike() -> None:
+        process.signal(signal.SIGSTOP)  # what it has not launched by then, its peer waits for
+        time.sleep(0.3)
+        killed_at.append(time.monotonic())
+        process.kill()
+
+    if victim == "worker":
+        error, after_s = mid_round(lambda: trainer.call("send"), strike, before_s / 3)
+        assert (error["type"], error["outcome"]) == ("PeerLostError", "poisoned")
+        measured(after_s - 0.3)
+        (worker,) = cast.engine(huge, 1)
+        trainer.call("reach", workers=[worker.port])
+    else:
+        together(lambda: trainer.call("send"), lambda: (time.sleep(before_s / 3), strike()))
+        assert worker.call("echo", value=1) == 1
+        measured(time.monotonic() - killed_at[0])
+        trainer = cast.trainer([worker], parameters=huge)
+    trainer.call("init")
+    committed(trainer.call("send"))
+    after_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+    print(f"{before_s:.4f} s before, {after_s:.4f} s after")
+    assert after_s < 1.3 * before_s
     assert worker.call("sums") == trainer.call("sums")
 
 

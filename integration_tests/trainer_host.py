@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -72,6 +73,9 @@ def make_tensors(parameters: dict[str, Any], seed: int) -> dict[str, torch.Tenso
     result = {}
     for name, (dtype_name, shape) in parameters.items():
         dtype = getattr(torch, dtype_name)
+        if dtype == torch.uint8 and math.prod(shape) >= 1 << 24:
+            result[name] = torch.randint(0, 256, shape, dtype=dtype, generator=generator)
+            continue
         data = torch.randn(shape, generator=generator)
         result[name] = (
             (data > 0)

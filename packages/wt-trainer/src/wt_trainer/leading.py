@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -38,6 +39,7 @@ from wt_trainer.round import Call, Round
 from wt_trainer.session import Peer, Session, local_address_towards
 from wt_trainer.session_engine import SessionEngine, TInfo, as_ours
 from wt_trainer.source import WeightSource
+from wt_trainer.threads import run_in_thread
 from wt_trainer.verify import PlacedRank, Placement, sent_digests
 
 __all__ = ["LeadingEngine"]
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 # A failed round raises within 1 s of its deadline, whoever is frozen. Of that, at most:
 _ENDED_GRACE_S = 0.8  # for workers to say how it left them (less where the deadline has passed)
 _LATE_GRACE_S = 0.3
+_LEAVE_S = 2.0  # more than a channel takes to close; see there
 
 
 class LeadingEngine(SessionEngine[TInfo]):
@@ -324,9 +327,13 @@ class LeadingEngine(SessionEngine[TInfo]):
             self._end_transfer(failed=True)
             return
         session.notify([*workers, *session.followers], Abort(round=round_.number, error=error_to_wire(error)))
-        self._end_transfer(
-            failed=True
-        )  # after the word is out: leaving a communicator may take half a second, on all at once
+        left = threading.Event()
+
+        def leave() -> None:
+            self._end_transfer(failed=True)
+            left.set()
+
+        run_in_thread("wt-leave", leave)  # a communicator takes half a second, which the workers need as well
         ended = round_.posts.setdefault(Ended, {})
         positions = round_.posts.setdefault(Position, {})
         with round_.changed:
@@ -337,6 +344,8 @@ class LeadingEngine(SessionEngine[TInfo]):
                 ),
                 min(_ENDED_GRACE_S, round_.remaining_s + _LATE_GRACE_S),
             )
+        left.wait(_LEAVE_S)  # from then on no tensor of the source's is read
+        with round_.changed:
             if round_.outcome is None:
                 touched = any(self._may_be_touched(round_, ended.get(peer.key)) for peer in workers)
                 round_.outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
