@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import fake_nccl
 import pytest
-from harness import TEST_GPUS, Cast, TrainerHost, together
+from harness import TEST_GPUS, Cast, TrainerHost, free_port, together
 from test_failures import (  # noqa: F401  # collected here, too
     BIG,
     Measured,
@@ -139,6 +139,28 @@ def test_peer_killed_with_a_broadcast_in_flight(cast: Cast, measured: Measured, 
     print(f"{before_s:.4f} s before, {after_s:.4f} s after")
     assert after_s < 1.3 * before_s
     assert worker.call("sums") == trainer.call("sums")
+
+
+def test_missing_bindings_are_said_on_all_ranks(cast: Cast) -> None:
+    """Without nccl4py nobody waits for a sender that cannot begin, and the text says what to install."""
+    trainers = [TrainerHost(cast.directory) for _ in range(2)]
+    try:
+        port = free_port()
+        for result in together(*(lambda r=rank: configure_real(trainers[r], r, port) for rank in range(2))):
+            assert result is None, result
+        errors = together(*(lambda t=t: raises(lambda: t.call("init", timeout_s=20)) for t in trainers))
+    finally:
+        together(*(trainer.close for trainer in trainers))
+    for error in errors:
+        assert error["type"] == "BackendUnavailableError", error
+        assert "nccl4py" in error["message"]
+        assert "[nccl]" in error["message"]
+
+
+def configure_real(trainer: TrainerHost, rank: int, port: int) -> None:
+    """One of two ranks whose NCCL is not a stand-in; no worker is reached."""
+    config = {"layout": "plain", "rank": rank, "num_ranks": 2, "workers": [], "group_port": port, "parameters": MANY}
+    trainer.call("configure", config={**config, "backend": "nccl", "is_real": True})
 
 
 def test_settings_that_differ_are_named(cast: Cast, tmp_path: object) -> None:

@@ -129,7 +129,7 @@ class Trainer:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.config = config
-        if config.get("backend") == "nccl" and config.get("device", "cpu") == "cpu":
+        if config.get("backend") == "nccl" and config.get("device", "cpu") == "cpu" and not config.get("is_real"):
             fake_nccl.install("wt_trainer")
         self.rank, self.num_ranks = config["rank"], config["num_ranks"]
         if "group_port" in config:

@@ -30,10 +30,16 @@ class FollowingEngine(SessionEngine[TInfo]):
     def _follow(self) -> None:
         """On every other rank: connected to the sender, which has connected the workers."""
         fields = self._fields
-        self._prepare_metadata()
-        where = self._ranks.share(None)
+        failure: Exception | None = None
+        try:
+            self._prepare_metadata()
+        except Exception as exc:
+            failure = exc
+        where = self._ranks.share(None)  # in any case: the sender would wait for it
         if "error" in where:
             raise error_from_wire(where["error"])
+        if failure is not None:
+            raise failure
         connection = connect(
             str(where.get("address", fields.master_address)),
             int(where.get("port", fields.master_port or 0)),

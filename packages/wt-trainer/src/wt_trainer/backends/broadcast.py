@@ -53,15 +53,25 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
 
     def __init__(self, init_info: TFields, **kwargs: Any) -> None:
         super().__init__(init_info, **kwargs)
-        self._device = self._own_device()
+        self._device = torch.device("cpu")
         self._channel: Channel | None = None
         self._staging = Staging(init_info.packed_num_buffers, self._device)
         self._planned: tuple[RoundMetadata, dict[str, str], RoundMetadata, tuple[Group, ...]] | None = None
         self._stream: CheckedStream | None = None
 
+    def _prepare_metadata(self) -> None:
+        # Not in the constructor: what the sender lacks, the other ranks hear of from here on.
+        self._device = self._own_device()
+        self._staging = Staging(self.init_info.packed_num_buffers, self._device)
+        super()._prepare_metadata()
+
     @staticmethod
     def _own_device() -> torch.device:
-        """Where the bytes are that this rank sends."""
+        """Where the bytes are that this rank sends.
+
+        Raises:
+            BackendUnavailableError: this process lacks what the channel needs.
+        """
         return torch.device("cpu")
 
     def _settings(self) -> dict[str, str]:

@@ -109,7 +109,10 @@ class NcclChannel:
     @staticmethod
     def versions() -> dict[str, str]:
         """The newest CUDA that the driver knows. Hosts of several releases usually understand one another."""
-        driver = importlib.import_module("cuda.bindings.driver")
+        try:
+            driver = importlib.import_module("cuda.bindings.driver")
+        except ImportError:  # then NCCL cannot be used either, which `settings` says
+            return {}
         status, version = driver.cuDriverGetVersion()
         return {"CUDA driver": f"{version // 1000}.{version % 1000 // 10}"} if int(status) == 0 else {}
 
