@@ -42,10 +42,31 @@ from test_rounds import (  # noqa: F401  # collected here, too
     test_worker_out_of_a_round,
 )
 
+DEFAULT = (
+    "large",
+    "buffers",
+    "settings",
+    "missing",
+    "every_dtype_and_shape_arrives[1]",
+    "two_engines",
+    "two_data_senders[default_group]",
+    "wider_dtype",
+    "overwrites",
+    "worker_answers_with_an_error[2-installing]",
+    "worker_killed_in_mid_round[2-2]",
+    "trainer_rank_killed[1]",
+    "frozen_worker[1-2]",
+    "full_speed[killed]",
+)
+"""Words of the tests that run without `--all`: gloo's runs of the others say the same of what both have in common."""
+
 
 @pytest.fixture
-def cast(_company: Cast) -> Iterator[Cast]:
+def cast(request: pytest.FixtureRequest, _company: Cast) -> Iterator[Cast]:
     """The processes of one test, whose backend is `nccl`."""
+    is_chosen = any(word in request.node.name for word in DEFAULT) or TEST_GPUS in os.environ
+    if not (is_chosen or request.config.getoption("--all")):
+        pytest.skip("with --all")
     _company.backend = "nccl"
     yield _company
     _company.release()
