@@ -27,8 +27,8 @@ BLOCKED = {
 }
 # May be installed, and must not be loaded by `import <package>` alone.
 LAZY = ("ray", "requests", "torch.distributed.tensor", "vllm")
-# These need vLLM or the extra [serve], which are not here; the plugin is what vLLM finds, and must import without it.
-NEEDS_MORE = re.compile(r"wt_worker\.(vllm\.(?!plugin$)|serve$)")
+# These need vLLM, the extra [serve] or Triton, which are not here; the plugin is what vLLM finds, and must import without it.
+NEEDS_MORE = re.compile(r"wt_worker\.(vllm\.(?!plugin$)|serve$)|wt_\w+\.(.*\.)?digest_kernel$")
 NUM_TIMINGS = 5
 
 
