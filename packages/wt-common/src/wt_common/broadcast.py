@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wt_common.digest import VERIFY
 from wt_common.info import WeightTransferInitInfo, WeightTransferUpdateInfo
 from wt_common.session import check_fields
 
-__all__ = ["VERIFY", "DenseBroadcastInitInfo", "SessionInitInfo", "SessionUpdateInfo"]
-
-VERIFY = ("full", "received", "off")
-"""What each worker digests: the bytes installed, where they are written in place, and those received elsewhere; those received;
-nothing."""
+__all__ = ["DenseBroadcastInitInfo", "SessionInitInfo", "SessionUpdateInfo"]
 
 
 @dataclass(kw_only=True)

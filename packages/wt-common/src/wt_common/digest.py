@@ -12,10 +12,14 @@ from __future__ import annotations
 import struct
 from functools import cache
 
-__all__ = ["BLOCK_WORDS", "block_factor", "digest_bytes", "word_factors"]
+__all__ = ["BLOCK_WORDS", "VERIFY", "block_factor", "digest_bytes", "word_factors"]
 
 BLOCK_WORDS = 1 << 16
 """Words per block: its table of factors (512 KiB) stays in a core's cache."""
+
+VERIFY = ("full", "received", "off")
+"""What a session's workers digest: the bytes installed, where they are written in place, and those received elsewhere; those
+received; nothing."""
 
 _MASK = (1 << 64) - 1
 _BLOCK_SEED = 1 << 32  # apart from the seeds of the words, which are below 2^16

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from wt_common import MAX_TIMEOUT_S, ConfigurationError
-from wt_common.broadcast import VERIFY
+from wt_common.digest import VERIFY
 from wt_trainer.engine import TrainerInitInfo
 
 __all__ = ["DenseBroadcastFields", "GlooTrainerInitInfo", "NCCLTrainerInitInfo", "SessionFields"]
