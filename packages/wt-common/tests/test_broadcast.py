@@ -6,7 +6,8 @@ import json
 import pytest
 
 from wt_common import SCHEMA, WeightTransferInitInfo, WeightTransferUpdateInfo
-from wt_common.digest import VERIFY, DenseBroadcastInitInfo, SessionInitInfo, SessionUpdateInfo
+from wt_common.broadcast import DenseBroadcastInitInfo, SessionInitInfo, SessionUpdateInfo
+from wt_common.digest import VERIFY
 
 SESSION = {
     "session_address": "10.0.0.1",
