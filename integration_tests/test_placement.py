@@ -91,7 +91,8 @@ def test_flipped_bit_is_caught_and_named(
 
 
 LONG_PROMPT = [(7 * place * place + 3 * place) % 250 for place in range(120)]
-"""Long enough that every expert of every layer gets a token."""
+SEEDS = (SEED_LOADED, 5, 6, 7, 8, 9, 10, 11)
+OTHER_SEED = 3
 
 FINAL_NORMS = ("model.norm.weight", "ln_f.weight", "norm_f.weight")
 
@@ -108,18 +109,27 @@ def test_withholding_any_parameter_shows(
     if placement.packed or placement.num_ranks > 1:
         pytest.skip("shown once for each kind")
     engine, _, _ = placed
-    logprobs = engine.prompt_logprobs(LONG_PROMPT)[0]
     names = [name for name, _ in models.checkpoint_items(models.build_model(placement.model, 0))]
     assert names
-    unseen = []
-    for name in names:
+
+    def computed(trainer: TrainerHost, seed: int) -> list[float]:
+        sync(trainer, seed)
+        return list(engine.prompt_logprobs(LONG_PROMPT)[0])
+
+    def shows(name: str, seed: int, whole: list[float]) -> bool:
         trainer = connect(cast, engine, placement)
-        sync(trainer, 3)
+        sync(trainer, OTHER_SEED)
         trainer.call("configure_withheld", param=name)
         trainer.call("init", check_cover=False)
-        sync(trainer, SEED_LOADED)
-        now = engine.prompt_logprobs(LONG_PROMPT)[0]
-        if max(abs(a - b) for a, b in zip(now, logprobs, strict=True)) < 1e-3:
-            unseen.append(name)
+        now = computed(trainer, seed)
         cast.release()
-    assert not unseen
+        return any(not abs(a - b) < 1e-3 for a, b in zip(now, whole, strict=True))  # what nobody wrote is NaN
+
+    unseen = names
+    for seed in SEEDS:  # with some weights a router gives no token to some expert, and nobody can tell what is in it
+        whole = computed(connect(cast, engine, placement), seed)
+        cast.release()
+        unseen = [name for name in unseen if not shows(name, seed, whole)]
+        if not unseen:
+            return
+    raise AssertionError(f"withholding makes no difference: {unseen}")
