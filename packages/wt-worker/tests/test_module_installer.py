@@ -215,6 +215,7 @@ def test_replaced_parameter_leads_to_a_new_plan(installer, model, change):
     send(installer, full_round())
     prepared, route_id = prepare(installer, metadata()), installer.route_id
     change(model)
+    assert not prepared.binding.is_bound_to(dict(model.named_parameters()))
     again = prepare(installer, metadata())
     assert again is not prepared
     assert again.binding.is_bound_to(dict(model.named_parameters()))
@@ -224,6 +225,15 @@ def test_replaced_parameter_leads_to_a_new_plan(installer, model, change):
     assert pointers(model) == before
     for name, tensor in full_round().items():
         assert torch.equal(model.get_parameter(name), tensor)
+
+
+def test_refused_replacement_is_refused_again(installer, model):
+    """A plan for tensors that are gone does not come back after the new ones were refused."""
+    send(installer, full_round())
+    model.norm = parameter(5)
+    for _ in range(2):
+        with pytest.raises(PlanError, match="norm"):
+            prepare(installer, metadata())
 
 
 # --- a round ---------------------------------------------------------------------------------------------------

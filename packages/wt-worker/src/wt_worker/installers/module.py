@@ -32,9 +32,8 @@ class ModuleInstaller:
         self.route_id = 0
         self._model = model
         self._load: Load | None = getattr(model, "load_weights", None)
-        self._prepared: tuple[tuple[str, bool], Prepared] | None = None
+        self._prepared: tuple[tuple[str, bool], Prepared, Anchors] | None = None
         self._targets = dict(model.named_parameters(remove_duplicate=False))
-        self._anchors = Anchors(model, self._targets)
         self._touched = False
         self._untouched: tuple[str, ...] = ()
         self._filled: dict[int, str] = {}  # the name under which each parameter was loaded
@@ -42,10 +41,9 @@ class ModuleInstaller:
     def prepare(self, metadata: Metadata, digest: str) -> Prepared:
         """As in the protocol; refuses a round that leaves out a parameter, too."""
         key, known = (digest, self.check_cover), self._prepared
-        if known is not None and known[0] == key and self._anchors.hold():
+        if known is not None and known[0] == key and known[2].hold():
             return known[1]
         self._targets = dict(self._model.named_parameters(remove_duplicate=False))
-        self._anchors = Anchors(self._model, self._targets)
         casts = {} if self._load else self._check_by_name(metadata)
         plan = self._trace(metadata)
         untouched = self._find_untouched(plan, metadata)
@@ -59,7 +57,8 @@ class ModuleInstaller:
                 not_in_place.setdefault(reason, []).append(name)
         binding = Binding(plan, self._targets, in_place)
         prepared = Prepared(casts=casts, binding=binding, not_in_place=not_in_place)
-        self._prepared, self._untouched = (key, prepared), untouched
+        self._prepared = key, prepared, Anchors(self._model, self._targets)
+        self._untouched = untouched
         self.route_id += 1
         return prepared
 
