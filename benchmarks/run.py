@@ -10,8 +10,6 @@ import importlib
 import sys
 from pathlib import Path
 
-import torch
-
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "integration_tests")]  # measure.py; harness.py, which starts servers
 
@@ -39,8 +37,9 @@ def main() -> None:
     unknown = sorted(set(args.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    chosen = args.names or [name for name in BENCHMARKS if name != "nccl_dense" or torch.cuda.device_count() > 1]
-    for name in chosen:
+    from gpu_runner import num_gpus  # after --list, which any Python prints
+
+    for name in args.names or [name for name in BENCHMARKS if name != "nccl_dense" or num_gpus() > 1]:
         for line in importlib.import_module(name).measure():
             print(line, flush=True)
 

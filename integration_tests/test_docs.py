@@ -110,3 +110,11 @@ def check(page: Path, words: list[str]) -> None:
         assert config["backend"].removeprefix("wt_") in WeightTransferTrainerFactory._registry, (page, words)
     else:
         assert words[:3] == ["python", "-m", "venv"], (page, words)
+
+
+def test_benchmarks_are_listed_by_any_python() -> None:
+    """`nox -s bench -- --list` runs in nox's own environment, which has nothing of ours installed."""
+    command = [sys.executable, "-S", str(ROOT / "benchmarks" / "run.py"), "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert listed.returncode == 0, listed.stderr
+    assert "nccl_dense" in listed.stdout
