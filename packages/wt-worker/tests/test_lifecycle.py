@@ -647,14 +647,14 @@ def test_placement_is_told_again_when_it_has_changed(rank):
     assert rank.placed == Placed(round=2, kinds="ww", parts=[], not_in_place={})
     rank.finish(2)
     assert installed(rank) == NEW
-    key, prepared = rank.installer._prepared
+    key, prepared, anchors = rank.installer._prepared
     fewer = Binding(prepared.binding.plan, dict(rank.engine.model.named_parameters()), ["b"])
-    rank.installer._prepared = key, Prepared(binding=fewer, not_in_place={"moved": ["a"]})
+    rank.installer._prepared = key, Prepared(binding=fewer, not_in_place={"moved": ["a"]}), anchors
     rank.installer.route_id += 1
     rank.update(3)
     assert rank.placed == Placed(round=3, kinds="rw", parts=[], not_in_place={"moved": ["a"]})
     assert rank.finish(3) == digests_of(ONES)
-    rank.installer._prepared = key, prepared
+    rank.installer._prepared = key, prepared, anchors
     rank.installer.route_id += 1
     rank.update(4)
     assert rank.placed == Placed(round=4, kinds="ww", parts=[], not_in_place={})
