@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from wt_common.digest import BLOCK_WORDS, block_factor, digest_bytes, word_factors
-from wt_worker.digest_runs import RunDigests, kernel, run_table
+from wt_worker.digest import tensor_digest
+from wt_worker.digest_runs import CHUNK_BLOCKS, TILE_WORDS, RunDigests, kernel, run_table
 from wt_worker.placement.digest import box_digest, word_rows
 from wt_worker.placement.installed import InstalledDigests
 from wt_worker.placement.plan import Box
 
 MASK = (1 << 64) - 1
-TILE, CHUNK = 2048, 32
+TILE, CHUNK = TILE_WORDS, CHUNK_BLOCKS
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -153,10 +154,5 @@ def test_boxes_on_a_gpu(dtype, shape, part):
 
 
 def _digest(data, offset):
-    return digest_bytes(bytes(data.cpu().tolist()), offset) if data.numel() < 1 << 15 else _on_cpu(data, offset)
-
-
-def _on_cpu(data, offset):
-    from wt_worker.digest import tensor_digest
-
-    return tensor_digest(data.cpu(), offset)
+    data = data.cpu()
+    return digest_bytes(bytes(data.tolist()), offset) if data.numel() < 1 << 15 else tensor_digest(data, offset)

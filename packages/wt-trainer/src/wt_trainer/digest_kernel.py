@@ -9,13 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["CHUNK_BLOCKS", "TILE_WORDS", "run_sums"]
-
-TILE_WORDS = 2048
-"""Words of a block that a program reads; their factors stay in its registers, from one block to the next."""
-
-CHUNK_BLOCKS = 32
-"""Blocks that a program goes through: 256 KiB in all make up for its start, and leave enough programs to fill a GPU."""
+__all__ = ["run_sums"]
 
 
 @triton.jit

@@ -16,7 +16,13 @@ import torch
 from wt_common.digest import BLOCK_WORDS
 from wt_trainer.digest import block_factors, word_factors
 
-__all__ = ["RunDigests", "kernel"]
+__all__ = ["CHUNK_BLOCKS", "TILE_WORDS", "RunDigests", "kernel", "run_table"]
+
+TILE_WORDS = 2048
+"""Words of a block that a program of the kernel reads; their factors stay in its registers, from one block to the next."""
+
+CHUNK_BLOCKS = 32
+"""Blocks that it goes through: 256 KiB in all make up for its start, and leave enough programs to fill a GPU."""
 
 
 class RunDigests:
@@ -67,32 +73,28 @@ class RunDigests:
                 block_factors(self._device, self._num_blocks),
                 totals,
                 aligned=self._aligned,
-                TILE=found.TILE_WORDS,
-                CHUNK=found.CHUNK_BLOCKS,
+                TILE=TILE_WORDS,
+                CHUNK=CHUNK_BLOCKS,
             )
 
 
-def run_table(
-    runs: Sequence[tuple[int, int, int, int]], *, tile_words: int = 2048, chunk_blocks: int = 32
-) -> tuple[list[list[int]], list[int], int]:
+def run_table(runs: Sequence[tuple[int, int, int, int]]) -> tuple[list[list[int]], list[int], int]:
     """What the kernel reads: a row and a number of programs for each run, and how many blocks their parameters have at most.
 
     Args:
         runs: place, address, number of words, place of the first word in the parameter.
-        tile_words: words of a block for each program.
-        chunk_blocks: blocks for each program.
     """
     table: list[list[int]] = []
     counts: list[int] = []
     num_blocks = first_program = 0
     for place, address, count, first in runs:
         begin, end = first // BLOCK_WORDS, (first + count - 1) // BLOCK_WORDS + 1
-        first_tile, num_tiles = 0, BLOCK_WORDS // tile_words
+        first_tile, num_tiles = 0, BLOCK_WORDS // TILE_WORDS
         if end - begin == 1:  # not more than its words
-            first_tile = first % BLOCK_WORDS // tile_words
-            num_tiles = (first + count - 1) % BLOCK_WORDS // tile_words + 1 - first_tile
+            first_tile = first % BLOCK_WORDS // TILE_WORDS
+            num_tiles = (first + count - 1) % BLOCK_WORDS // TILE_WORDS + 1 - first_tile
         table.append([address, first, count, place, first_program, num_tiles, first_tile])
-        counts.append(num_tiles * -(-(end - begin) // chunk_blocks))
+        counts.append(num_tiles * -(-(end - begin) // CHUNK_BLOCKS))
         first_program += counts[-1]
         num_blocks = max(num_blocks, end)
     return table, counts, num_blocks

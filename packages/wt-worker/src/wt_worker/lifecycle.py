@@ -375,7 +375,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             self._session.end_round()
         if in_hand is None and not had_round:
             return False
-        self._end_transfer(failed=True)  # first: what is still being received must not reach a model that serves
+        self._release()  # first: what is still being received must not reach a model that serves
         touched = in_hand is not None
         try:
             touched = in_hand is not None and in_hand.installer.abort()
@@ -384,7 +384,6 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         if touched:
             self._poisoned_by.setdefault(id(self.model), set()).add(self._digest)
         self.last_outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
-        self._writer_cache.clear()
         return touched
 
     # --- sessions ------------------------------------------------------------------------------------------
@@ -412,7 +411,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             )
 
     def _release(self) -> None:
-        """Nothing is held any more for a sender's next round: it will not come."""
+        """Nothing of a transfer is left, and nothing held for the next one: it was cut off, or the sender is gone."""
         self._end_transfer(failed=True)
         self._writer_cache.clear()  # its programs hold buffers that are gone, and groups of other bounds
 

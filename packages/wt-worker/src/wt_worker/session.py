@@ -150,9 +150,9 @@ class WorkerSession:
     def _on_lost(self, exc: Exception) -> None:
         with self.changed:
             self.lost = PeerLostError(f"the trainer is gone ({exc})", side=Side.WORKER)
-            in_round = self.round is not None
-            if self.round is not None:  # with an error of its own, since it gets the round's number
-                self.round.fail(PeerLostError(self.lost.message, side=Side.WORKER), told=True)
+            round_ = self.round
+            if round_ is not None:  # with an error of its own, since it gets the round's number
+                round_.fail(PeerLostError(self.lost.message, side=Side.WORKER), told=True)
             self.changed.notify_all()
-        if not in_round:
+        if round_ is None:
             self._on_lost_idle()

@@ -86,12 +86,10 @@ class Anchors:
         """Whether under each name there is the same object, with the same memory and layout."""
         # vLLM's parameters take ten times as long to say what they are. Public, in all but the module's name.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            return self._hold()
-
-    def _hold(self) -> bool:
-        return all(modules.get(key) is child for modules, key, child in self._links.values()) and all(
-            tensors.get(leaf) is tensor and _layout(tensor) == layout for tensors, leaf, tensor, layout in self._leaves
-        )
+            return all(modules.get(key) is child for modules, key, child in self._links.values()) and all(
+                tensors.get(leaf) is tensor and _layout(tensor) == layout
+                for tensors, leaf, tensor, layout in self._leaves
+            )
 
 
 class Binding:

@@ -137,12 +137,11 @@ def _has_constants_only(layer: Any) -> bool:
     """
     if type(layer) is not attention.Attention or getattr(layer, "quant_config", None) is not None:
         return False
+    if next(layer.parameters(), None) is not None:
+        return False
     kernel = type(getattr(layer, "impl", None))
     owner = next((each for each in kernel.__mro__ if "process_weights_after_loading" in vars(each)), None)
-    has_tensors = next(layer.parameters(), None) is not None
-    return (
-        not has_tensors and owner is not None and owner.__module__ == "vllm.v1.attention.backend"
-    )  # which does nothing
+    return owner is not None and owner.__module__ == "vllm.v1.attention.backend"  # whose own does nothing
 
 
 def _combined_gates(model: torch.nn.Module, _: Any) -> Iterator[tuple[str, Callable[[], object]]]:

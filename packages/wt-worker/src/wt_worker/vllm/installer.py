@@ -92,7 +92,7 @@ class VLLMInstaller:
         if state.experts_have_moved():
             logger.info("experts have moved: what was proved of the model is forgotten")
             return True
-        if state.bound is None or (state.anchors is not None and state.anchors.hold()):
+        if state.bound is None or state.anchors is None or state.anchors.hold():
             return False
         if state.bound.is_bound_to(live_tensors(self._model)):  # by other objects, perhaps
             self._anchor(state, state.bound.parameters)

@@ -64,7 +64,7 @@ class LayerStates:
         expert_maps: (module, attribute, what it was), as when the plan was made.
         prepared: of the last round; None if the next one is installed in another way.
         bound: what was bound last, and so the tensors of which something was proved.
-        anchors: where these hang; None where that must be looked up.
+        anchors: where these hang; there as soon as something was bound.
         recomputed: what makes again, after a round that is all in place, what is made from parameters; by module.
         is_covered: whether no layer gets a part; it was not asked yet if not.
         copies: (parameter, path of a tensor that holds a copy of it), each of which must follow its parameter.
