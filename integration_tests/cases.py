@@ -7,6 +7,7 @@ cell (`nox -s integration -- --all`). Together they contain every value of every
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = [
     "ALL",
@@ -437,6 +438,28 @@ class GPUCase:
         return len({gpu for gpu in (*self.trainer_gpus, *self.worker_gpus) if gpu is not None})
 
 
+def _over_nccl(
+    name: str,
+    model: str,
+    *,
+    layout: str = "whole",
+    trainer_gpus: tuple[int, ...] = (0,),
+    worker_gpus: tuple[int, ...] = (1,),
+    **options: Any,
+) -> GPUCase:
+    return GPUCase(
+        id=name,
+        backend="nccl",
+        model=model,
+        layout=layout,
+        trainer_gpus=trainer_gpus,
+        worker_gpus=worker_gpus,
+        trainer_needs=("torch", "transformers", "nccl"),
+        worker_needs=("torch", "vllm", "wt_worker", "nccl"),
+        **options,
+    )
+
+
 GPU_CASES = (
     # gloo into a GPU engine: the trainer has none, and vLLM's loaders move what arrives.
     GPUCase(id="gloo-tp1-plain", backend="gloo", model="llama", layout="whole", trainer_gpus=(None,), worker_gpus=(0,)),
@@ -488,55 +511,21 @@ GPU_CASES = (
         tolerance=None,
         not_in_place={"quantization method": 8},
     ),
-    *(
-        GPUCase(
-            **{
-                "backend": "nccl",
-                "layout": "whole",
-                "trainer_gpus": (0,),
-                "worker_gpus": (1,),
-                "trainer_needs": ("torch", "transformers", "nccl"),
-                "worker_needs": ("torch", "vllm", "wt_worker", "nccl"),
-                **cell,
-            }
-        )
-        for cell in (
-            {"id": "nccl-tp1-plain", "model": "llama"},
-            # The second trainer rank and the worker have a GPU in common.
-            {"id": "nccl-tp1-fsdp2", "model": "qwen2", "layout": "fsdp2", "trainer_gpus": (0, 1)},
-            {"id": "nccl-tp1-fp32-tied", "model": "llama-tied", "trainer_dtype": "float32"},
-            {"id": "nccl-tp1-graphs", "model": "llama", "cuda_graphs": True},
-            {"id": "nccl-tp1-graphs-moe", "model": "qwen3-moe", "layout": "renamed", "cuda_graphs": True},
-            {
-                "id": "nccl-tp1-online-fp8",
-                "model": "llama",
-                "quantization": "fp8",
-                "tolerance": None,
-                "not_in_place": {"quantization method": 8},
-            },
-            {"id": "nccl-http-plain", "model": "llama", "engine": "http"},
-            {
-                "id": "nccl-laws",
-                "model": "llama",
-                "laws": "not settings and not mid_broadcast and not missing",  # 400 MB are there before anybody could be killed
-            },
-            {
-                "id": "nccl-pp2-tp1",
-                "model": "llama-tied",
-                "layout": "pipeline",
-                "trainer_gpus": (0, 1),
-                "worker_gpus": (2,),
-            },
-            {"id": "nccl-tp2-plain", "model": "qwen2", "worker_gpus": (1, 2)},
-            {
-                "id": "nccl-pp2-tp2",
-                "model": "llama",
-                "layout": "pipeline",
-                "trainer_gpus": (0, 1),
-                "worker_gpus": (2, 3),
-            },
-        )
+    _over_nccl("nccl-tp1-plain", "llama"),
+    # The second trainer rank and the worker have a GPU in common.
+    _over_nccl("nccl-tp1-fsdp2", "qwen2", layout="fsdp2", trainer_gpus=(0, 1)),
+    _over_nccl("nccl-tp1-fp32-tied", "llama-tied", trainer_dtype="float32"),
+    _over_nccl("nccl-tp1-graphs", "llama", cuda_graphs=True),
+    _over_nccl("nccl-tp1-graphs-moe", "qwen3-moe", layout="renamed", cuda_graphs=True),
+    _over_nccl(
+        "nccl-tp1-online-fp8", "llama", quantization="fp8", tolerance=None, not_in_place={"quantization method": 8}
     ),
+    _over_nccl("nccl-http-plain", "llama", engine="http"),
+    # mid_broadcast: 400 MB are there before anybody could be killed.
+    _over_nccl("nccl-laws", "llama", laws="not settings and not mid_broadcast and not missing"),
+    _over_nccl("nccl-pp2-tp1", "llama-tied", layout="pipeline", trainer_gpus=(0, 1), worker_gpus=(2,)),
+    _over_nccl("nccl-tp2-plain", "qwen2", worker_gpus=(1, 2)),
+    _over_nccl("nccl-pp2-tp2", "llama", layout="pipeline", trainer_gpus=(0, 1), worker_gpus=(2, 3)),
 )
 """Cells for GPUs, one session each; a new backend adds its own."""
 

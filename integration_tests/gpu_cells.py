@@ -80,8 +80,8 @@ def test_rounds(cell: GPUCase, checkpoint: Callable[[str], Path], tmp_path: Path
         on_all("shutdown")
         _assert_released(before, lambda: [*on_all("device_bytes"), *worker.device_bytes()])
     except BaseException:
-        for log, text in ((trainer.log.name, trainer.tail(60)) for trainer in trainers):
-            print(f"----- {log}\n{text}")
+        for trainer in trainers:
+            print(f"----- {trainer.log.name}\n{trainer.tail(60)}")
         print(f"----- the worker\n{worker.tail(60)}")
         raise
     finally:

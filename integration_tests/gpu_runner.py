@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from cases import GPU_CASES, GPUCase  # noqa: E402  # of this folder
+from harness import TEST_GPUS  # noqa: E402
 
 TIMEOUT_S = 300
 MARKER = "WT_GPU_RUN"  # in the environment of all processes of a run, however they were started
@@ -123,7 +124,7 @@ def main() -> int:
         command += [str(HERE / "gpu_cells.py"), f"--gpu-case={case.id}"]
     else:
         command += [str(HERE / "test_fake_nccl.py"), "-k", case.laws]
-        environment["WT_TEST_GPUS"] = f"{case.trainer_gpus[0]},{case.worker_gpus[0]}"
+        environment[TEST_GPUS] = f"{case.trainer_gpus[0]},{case.worker_gpus[0]}"
     return int(not run_block(case.id, command, timeout_s=args.timeout, environment=environment))
 
 

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import pytest
 import requests
 
 P = TypeVar("P", bound="_HostProcess")
@@ -208,7 +207,7 @@ class Cast:
         self.directory = directory
         self.backend = "gloo"
         trainer_gpu, _, worker_gpu = os.environ.get(TEST_GPUS, "").partition(",")
-        self._on_gpu = {"device": "cuda"} if trainer_gpu else {}
+        self._on_gpu = bool(trainer_gpu)
         self._gpus = {
             TrainerHost: {"CUDA_VISIBLE_DEVICES": trainer_gpu} if trainer_gpu else {},
             WorkerHost: {"CUDA_VISIBLE_DEVICES": worker_gpu} if worker_gpu else {},
@@ -219,13 +218,12 @@ class Cast:
     def worker(self, parameters: dict[str, Any], **config: Any) -> WorkerHost:
         """A bare worker rank with these parameters."""
         if self._on_gpu and any(isinstance(used, WorkerHost) and used.process.poll() is None for used in self._used):
+            import pytest  # which the processes that import this module for its clients do without
+
             pytest.skip("two ranks of a communicator cannot share a GPU")
         worker = self._take(WorkerHost, lambda: WorkerHost("bare", self.directory, environment=self._gpus[WorkerHost]))
         name = f"engine-{worker.process.pid}"
-        worker.call(
-            "configure",
-            config={"engine": name, "parameters": parameters, "backend": self.backend, **self._on_gpu, **config},
-        )
+        worker.call("configure", config={"engine": name, "parameters": parameters, **self._transport(), **config})
         return worker
 
     def engine(self, parameters: dict[str, Any], size: int, name: str = "e", **config: Any) -> list[WorkerHost]:
@@ -238,7 +236,7 @@ class Cast:
 
     def trainers(self, workers: list[WorkerHost], num_ranks: int, /, **config: Any) -> list[TrainerHost]:
         """All ranks of one trainer, with a default group."""
-        config = {"group_port": free_port(), "backend": self.backend, **self._on_gpu, **config}
+        config = {"group_port": free_port(), **self._transport(), **config}
         hosts = [self._take(TrainerHost, self._new_trainer) for _ in range(num_ranks)]
         results = together(
             *(
@@ -269,12 +267,15 @@ class Cast:
         self._used.append(process)
         return process  # type: ignore[return-value]  # filed under its own type
 
+    def _transport(self) -> dict[str, str]:
+        return {"backend": self.backend, "device": "cuda" if self._on_gpu else "cpu"}
+
     def _new_trainer(self) -> TrainerHost:
         return TrainerHost(self.directory, environment=self._gpus[TrainerHost])
 
     def _trainer(self, workers: list[WorkerHost], rank: int, num_ranks: int, config: dict[str, Any]) -> TrainerHost:
         host = self._take(TrainerHost, self._new_trainer)
-        self._configure(host, workers, rank, num_ranks, {"backend": self.backend, **self._on_gpu, **config})
+        self._configure(host, workers, rank, num_ranks, {**self._transport(), **config})
         return host
 
     @staticmethod

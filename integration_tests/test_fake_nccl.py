@@ -98,14 +98,19 @@ def test_buffers_stay_within_what_the_init_info_says(cast: Cast) -> None:
     assert report["buffer_bytes"] == 0
 
 
+def round_s(trainer: TrainerHost) -> float:
+    """Seconds of a round, the least of four, after one that makes what a session needs."""
+    committed(trainer.call("send"))
+    return min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+
+
 @pytest.mark.parametrize("event", ["killed", "stopped"])
 def test_next_round_is_at_full_speed(cast: Cast, measured: Measured, event: str) -> None:
     """What a failure in mid-transfer leaves behind does not slow the rounds that follow, in a trainer that survived it."""
     (worker,) = cast.engine(BIG, 1)
     trainer = cast.trainer([worker], parameters=BIG)
     trainer.call("init")
-    committed(trainer.call("send"))
-    before_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+    before_s = round_s(trainer)
     trainer.call("init", timeout_s=3)
     trainer.call("slow", pause_s=0.05)
     number = signal.SIGKILL if event == "killed" else signal.SIGSTOP
@@ -118,8 +123,7 @@ def test_next_round_is_at_full_speed(cast: Cast, measured: Measured, event: str)
     worker.signal(signal.SIGCONT)
     trainer.call("slow", pause_s=0.0)
     trainer.call("init")
-    committed(trainer.call("send"))
-    after_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+    after_s = round_s(trainer)
     assert after_s < 1.5 * before_s + 0.02
     assert worker.call("sums") == trainer.call("sums")
 
@@ -132,8 +136,7 @@ def test_peer_killed_with_a_broadcast_in_flight(cast: Cast, measured: Measured, 
     (worker,) = cast.engine(huge, 1)
     trainer = cast.trainer([worker], parameters=huge)
     trainer.call("init")
-    committed(trainer.call("send"))
-    before_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+    before_s = round_s(trainer)
     process = worker if victim == "worker" else trainer
     killed_at: list[float] = []
 
@@ -155,8 +158,7 @@ def test_peer_killed_with_a_broadcast_in_flight(cast: Cast, measured: Measured, 
         measured(time.monotonic() - killed_at[0])
         trainer = cast.trainer([worker], parameters=huge)
     trainer.call("init")
-    committed(trainer.call("send"))
-    after_s = min(committed(trainer.call("send"))["call_s"] for _ in range(4))
+    after_s = round_s(trainer)
     print(f"{before_s:.4f} s before, {after_s:.4f} s after")
     assert after_s < 1.3 * before_s
     assert worker.call("sums") == trainer.call("sums")

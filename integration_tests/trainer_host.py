@@ -129,12 +129,13 @@ class Trainer:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.config = config
-        if config.get("backend") == "nccl" and config.get("device", "cpu") == "cpu" and not config.get("is_real"):
+        self.device = config.get("device", "cpu")
+        if config.get("backend") == "nccl" and self.device == "cpu" and not config.get("is_real"):
             fake_nccl.install("wt_trainer")
         self.rank, self.num_ranks = config["rank"], config["num_ranks"]
         if "group_port" in config:
             torch.distributed.init_process_group(
-                "gloo" if config.get("device", "cpu") == "cpu" else "cpu:gloo,cuda:nccl",
+                "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl",
                 init_method=f"tcp://127.0.0.1:{config['group_port']}",
                 rank=self.rank,
                 world_size=self.num_ranks,
@@ -236,7 +237,7 @@ class Trainer:
 def _plain(trainer: Trainer) -> WeightSource:
     """Every rank holds everything."""
     parameters = trainer.config["parameters"]
-    tensors = {n: t.to(trainer.config.get("device", "cpu")) for n, t in make_tensors(parameters, 0).items()}
+    tensors = {n: t.to(trainer.device) for n, t in make_tensors(parameters, 0).items()}
     source = TensorSource(tensors, trainer.rank, trainer.config.get("owners"))
 
     def load(seed: int) -> None:
@@ -251,6 +252,11 @@ def _build_hf(trainer: Trainer, seed: int) -> torch.nn.Module:
     import models
 
     return models.build_model(trainer.config["model"], seed).to(getattr(torch, trainer.config.get("dtype", "float32")))
+
+
+def _own_hf(trainer: Trainer) -> torch.nn.Module:
+    """The model that `trainer` trains."""
+    return _build_hf(trainer, 0).to(trainer.device)
 
 
 def _load_whole(trainer: Trainer, model: torch.nn.Module) -> None:
@@ -299,7 +305,7 @@ class CheckpointSource(WeightSource):
 
 def _hf_whole(trainer: Trainer) -> WeightSource:
     """A Hugging Face model, whole on every rank."""
-    model = _build_hf(trainer, 0).to(trainer.config.get("device", "cpu"))
+    model = _own_hf(trainer)
     _load_whole(trainer, model)
     return CheckpointSource(model, lie=trainer.config.get("lie", ""), lie_about=trainer.config.get("lie_about", ""))
 
@@ -309,7 +315,7 @@ def _hf_renamed(trainer: Trainer) -> WeightSource:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from renamed import checkpoint_name
 
-    model = _build_hf(trainer, 0).to(trainer.config.get("device", "cpu"))
+    model = _own_hf(trainer)
     _load_whole(trainer, model)
     return RenamedSource(ModuleSource(torch.compile(model, backend="eager")), checkpoint_name)
 
@@ -324,9 +330,8 @@ def _hf_fsdp2(trainer: Trainer, *, offload: bool = False) -> WeightSource:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    device = trainer.config.get("device", "cpu")
-    mesh = init_device_mesh(device, (trainer.num_ranks,))
-    model = _build_hf(trainer, 0).to(device)
+    mesh = init_device_mesh(trainer.device, (trainer.num_ranks,))
+    model = _own_hf(trainer)
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **options)
@@ -402,7 +407,7 @@ class StageSource(WeightSource):
 
 def _hf_pipeline(trainer: Trainer) -> WeightSource:
     """A Hugging Face model in pipeline stages: every rank is a data sender."""
-    model = _build_hf(trainer, 0).to(trainer.config.get("device", "cpu"))
+    model = _own_hf(trainer)
     _load_whole(trainer, model)
     return StageSource(model, trainer.rank, trainer.num_ranks, model.config.num_hidden_layers)
 
