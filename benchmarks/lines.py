@@ -1,20 +1,20 @@
-"""One-line JSON calls over one connection: what the trainers of `nccl_dense` reach their workers with, ours and stock alike."""
+"""One-line JSON calls over one connection: what the trainers of `nccl_dense` reach their workers with, ours and stock alike.
+
+What tests use (`hosting.serve`, `HostClient`) makes a connection for each call, which would be part of what is measured.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
-import time
-from pathlib import Path
 from typing import Any
+
+from hosting import listen
 
 
 def serve_lines(host: Any, port_file: str) -> None:
     """Answer calls with the methods of `host`, from one client at a time, for ever. The port appears in `port_file`."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    part = Path(port_file + ".part")
-    part.write_text(str(listener.getsockname()[1]))
-    part.replace(port_file)
+    listener = listen(port_file)
     while True:
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -32,13 +32,8 @@ def serve_lines(host: Any, port_file: str) -> None:
 class LineClient:
     """A weight-sync client of the four documented calls, to one worker process."""
 
-    def __init__(self, port_file: Path, timeout_s: float = 300) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not port_file.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{port_file} does not appear")
-            time.sleep(0.1)
-        self._connection = socket.create_connection(("127.0.0.1", int(port_file.read_text())), timeout=timeout_s)
+    def __init__(self, port: int) -> None:
+        self._connection = socket.create_connection(("127.0.0.1", port), timeout=300)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream = self._connection.makefile("rwb")
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property
 from math import prod
@@ -23,7 +22,7 @@ from typing import Any
 
 import models
 import torch
-from harness import VLLMServer, worker_environment, worker_python
+from harness import VLLMServer, WorkerHost
 from lines import LineClient
 from measure import line
 
@@ -98,76 +97,46 @@ class Raw:
         from nccl import core
 
         self._client = client
+        self._beside = ThreadPoolExecutor(1)
         self._flat = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         unique_id = core.get_unique_id()
-        joining = self._aside("raw_join", bytes(unique_id).hex(), num_bytes)
+        joining = self._beside.submit(client.call, "raw_join", bytes(unique_id).hex(), num_bytes)
         self._communicator = core.Communicator.init(2, 0, unique_id)
-        joining.join()
+        joining.result()
 
     def send(self) -> float:
         """Seconds from the root's entering to its end; the receiver had entered before."""
-        receiving = self._aside("raw_receive")
+        receiving = self._beside.submit(self._client.call, "raw_receive")
         time.sleep(0.02)
         started = time.perf_counter()
         self._communicator.broadcast(self._flat, self._flat, 0, stream=torch.cuda.current_stream())
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        receiving.join()
+        receiving.result()
         return seconds
-
-    def _aside(self, name: str, *args: Any) -> threading.Thread:
-        thread = threading.Thread(target=self._client.call, args=(name, *args))
-        thread.start()
-        return thread
-
-
-class Processes:
-    """The processes beside this one; they end with it."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._running: list[subprocess.Popen[bytes]] = []
-
-    def start(self, name: str, script: str, gpu: str, **config: Any) -> Path:
-        """The file in which its port will appear."""
-        port_file = self._directory / f"{name}.port"
-        command = [worker_python(), str(HERE / script), json.dumps({**config, "port_file": str(port_file)})]
-        environment = worker_environment(None, CUDA_VISIBLE_DEVICES=gpu)
-        with (self._directory / f"{name}.log").open("wb") as log:
-            self._running.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=self._directory)
-            )
-        return port_file
-
-    def close(self) -> None:
-        for process in self._running:
-            process.kill()
-            process.wait()
 
 
 def measure() -> Iterator[str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = TRAINER_GPU
     directory = Path(os.environ.get("WT_BENCH_LOGS") or tempfile.mkdtemp())
     with ExitStack() as stack:
-        processes = Processes(directory)
-        stack.callback(processes.close)
-        yield from _measure(directory, processes, stack)
+        yield from _measure(directory, stack)
 
 
-def _measure(directory: Path, processes: Processes, stack: ExitStack) -> Iterator[str]:
+def _measure(directory: Path, stack: ExitStack) -> Iterator[str]:
+    def host(script: str, kind: str, gpu: str, **config: Any) -> WorkerHost:
+        return WorkerHost(kind, directory, script=HERE / script, environment={"CUDA_VISIBLE_DEVICES": gpu}, **config)
+
     model = directory / "model"
     model.mkdir(exist_ok=True)
     models.build_tokenizer(VOCAB).save_pretrained(model)
     (model / "config.json").write_text(json.dumps(CONFIG))
     options = {"model": str(model), "dtype": "bfloat16", "load_format": "dummy", "fill_memory": False}
     options |= {"gpu_memory_utilization": GPU_SHARE}
-    ports = {
-        name: processes.start(name, "nccl_worker.py", WORKER_GPU, backend=backend, **options)
+    workers = {
+        name: stack.enter_context(host("nccl_worker.py", "vllm", WORKER_GPU, backend=backend, **options))
         for name, backend in (("off", "wt_nccl"), ("full", "wt_nccl"), ("stock", "nccl"))
     }
-    stock_port = processes.start(
-        "stock-trainer", "nccl_stock.py", TRAINER_GPU, worker_port_file=str(ports["stock"]), shapes=shapes()
-    )
     server = VLLMServer(
         model,
         directory,
@@ -176,12 +145,14 @@ def _measure(directory: Path, processes: Processes, stack: ExitStack) -> Iterato
         arguments=("--load-format", "dummy", "--gpu-memory-utilization", str(GPU_SHARE)),
         environment={"CUDA_VISIBLE_DEVICES": WORKER_GPU},
     )
-    stack.callback(server.close)
+    stack.enter_context(server)
     tensors = {name: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for name, shape in shapes().items()}
     num_bytes = sum(2 * prod(shape) for shape in shapes().values())
-    clients = {name: LineClient(port) for name, port in ports.items() if name != "stock"}
+    stock_trainer = host("nccl_stock.py", "trainer", TRAINER_GPU, worker_port=workers["stock"].port, shapes=shapes())
+    stack.enter_context(stock_trainer)
+    clients = {name: LineClient(workers[name].port) for name in ("off", "full")}
     raw = Raw(clients["full"], num_bytes)
-    stock = LineClient(stock_port)
+    stock = LineClient(stock_trainer.port)
     stock.call("init")
     server.wait_ready()
     http = HTTPVLLMWeightSyncClient(server.base_url, timeout=60)

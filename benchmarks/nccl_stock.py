@@ -1,14 +1,14 @@
 """The trainer's side of vLLM's own `nccl` backend, packed, for `nccl_dense`. It needs all of vLLM, so it is a process of its own.
 
-python nccl_stock.py '{"port_file": ..., "worker_port_file": ..., "shapes": {name: shape}}'
+python nccl_stock.py trainer '{"port_file": ..., "worker_port": ..., "shapes": {name: shape}}'
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ class StockTrainer:
         self.tensors = {
             name: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for name, shape in config["shapes"].items()
         }
-        self.client = LineClient(Path(config["worker_port_file"]))
+        self.client = LineClient(config["worker_port"])
+        self.beside = ThreadPoolExecutor(1)
         self.update_info = {
             "names": list(self.tensors),
             "dtype_names": ["bfloat16"] * len(self.tensors),
@@ -39,44 +40,24 @@ class StockTrainer:
 
         self.engine = NCCLWeightTransferEngine
         where = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
-        with _Aside(lambda: self.client.init_weight_transfer_engine({**where, "rank_offset": 1})):
-            self.group = self.engine.trainer_init(where)
+        joining = self.beside.submit(self.client.init_weight_transfer_engine, {**where, "rank_offset": 1})
+        self.group = self.engine.trainer_init(where)
+        joining.result()
 
     def send(self) -> float:
         """Seconds of a whole round."""
         started = time.perf_counter()
         self.client.start_weight_update()
-        with _Aside(lambda: self.client.update_weights(self.update_info)):
-            self.engine.trainer_send_weights(iter(self.tensors.items()), {"group": self.group, "packed": True})
+        updating = self.beside.submit(self.client.update_weights, self.update_info)
+        self.engine.trainer_send_weights(iter(self.tensors.items()), {"group": self.group, "packed": True})
+        updating.result()
         self.client.finish_weight_update()
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
 
-class _Aside:
-    """Runs a call beside the body; both are over at the end."""
-
-    def __init__(self, call: Any) -> None:
-        self._error: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, args=(call,))
-
-    def _run(self, call: Any) -> None:
-        try:
-            call()
-        except BaseException as exc:
-            self._error.append(exc)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
-        if self._error:
-            raise self._error[0]
-
-
 def main() -> None:
-    config = json.loads(sys.argv[1])
+    config = json.loads(sys.argv[2])
     serve_lines(StockTrainer(config), config["port_file"])
 
 

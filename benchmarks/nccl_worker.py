@@ -1,6 +1,6 @@
 """A real vLLM in a process of its own, for `nccl_dense`; and the other end of a bare broadcast on the same GPU.
 
-python nccl_worker.py '{"port_file": ..., "model": DIR, "backend": "wt_nccl", ...}'
+python nccl_worker.py vllm '{"port_file": ..., "model": DIR, "backend": "wt_nccl", ...}'
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ class BenchHost(VLLMHost):
         self.communicator.broadcast(self.flat, self.flat, 0, stream=torch.cuda.current_stream())
         torch.cuda.synchronize()
 
-    def free_flat(self) -> None:
-        del self.flat
-
     def reset_peak(self) -> int:
         """What is allocated now; the peak is measured from here on."""
         import torch
@@ -51,7 +48,7 @@ class BenchHost(VLLMHost):
 
 
 def main() -> None:
-    config: dict[str, Any] = json.loads(sys.argv[1])
+    config: dict[str, Any] = json.loads(sys.argv[2])
     serve_lines(BenchHost(config), config["port_file"])
 
 

@@ -169,7 +169,10 @@ class _HostProcess(HostClient):
 
 
 class WorkerHost(_HostProcess):
-    """A worker process under `worker_host.py`: `bare` (an engine around a small module) or `vllm` (a whole vLLM)."""
+    """A worker process under `worker_host.py`: `bare` (an engine around a small module) or `vllm` (a whole vLLM).
+
+    `script` is one that is run in its place, with the same arguments.
+    """
 
     def __init__(
         self,
@@ -178,9 +181,10 @@ class WorkerHost(_HostProcess):
         *,
         packages: Path | None = None,
         environment: dict[str, str] | None = None,
+        script: Path = HERE / "worker_host.py",
         **config: Any,
     ) -> None:
-        command = [worker_python(), str(HERE / "worker_host.py"), kind]
+        command = [worker_python(), str(script), kind]
         super().__init__(command, config, worker_environment(packages, **(environment or {})), directory)
 
 

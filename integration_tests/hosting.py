@@ -21,10 +21,7 @@ from typing import Any
 
 def serve(host: Any, port_file: str) -> None:
     """Answer calls with the methods of `host`, until one is `exit`. The port appears in `port_file` when this begins."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-    part = Path(port_file + ".part")
-    part.write_text(str(listener.getsockname()[1]))
-    part.replace(port_file)
+    listener = listen(port_file)
     while True:
         connection, _ = listener.accept()
         with connection, connection.makefile("rwb") as stream:
@@ -38,6 +35,15 @@ def serve(host: Any, port_file: str) -> None:
                 stream.flush()
             if request["call"] == "exit":
                 return
+
+
+def listen(port_file: str) -> socket.socket:
+    """A listener on a free local port, which appears in `port_file` as a whole."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    part = Path(port_file + ".part")
+    part.write_text(str(listener.getsockname()[1]))
+    part.replace(port_file)
+    return listener
 
 
 def answer(host: Any, request: dict[str, Any]) -> dict[str, Any]:
