@@ -170,6 +170,7 @@ class VLLMHost:
             skip_tokenizer_init=config.get("load_format") == "dummy",
             worker_extension_cls="extension.TestExtension",
         )
+        self.takes_version = "weight_version" in inspect.signature(self.llm.finish_weight_update).parameters
 
     def each_rank(self, method: str, arguments: list[Any]) -> list[Any]:
         """The answer of every worker rank to a call of `extension.py`."""
@@ -189,7 +190,7 @@ class VLLMHost:
         self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        if "weight_version" in inspect.signature(self.llm.finish_weight_update).parameters:
+        if self.takes_version:
             self.llm.finish_weight_update(weight_version)
         else:
             self.llm.finish_weight_update()  # vLLM before 0.28
