@@ -190,7 +190,8 @@ def test_source_that_overwrites_what_it_yielded(cast: Cast) -> None:
     trainer.call("init")
     trainer.call("edit", kind="overwritten", param="b")
     error = raises(lambda: trainer.call("send"))
-    assert (error["type"], error["param"], error["outcome"]) == ("PlanError", "b", "poisoned")
+    assert (error["type"], error["param"]) == ("PlanError", "b")
+    assert error["outcome"] in {"poisoned", "unchanged"}  # by whether the group or the abort reaches the worker first
     trainer.call("edit", kind="overwritten", param="c")  # packed, so it has been copied by then
     committed(trainer.call("send"))
     assert workers[0].call("sums") == trainer.call("sums")

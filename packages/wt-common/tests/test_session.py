@@ -55,6 +55,7 @@ INSTANCES: list[Message] = [
         remaining_s=12.5,
         casts={"layers.0.bias": "bfloat16"},
         received=[0, 2],
+        entered=1,
     ),
     wire.Held(round=3, held=True),
     wire.Hello(
@@ -95,7 +96,7 @@ INSTANCES: list[Message] = [
         not_in_place={"quantized by fp8": ["model.layers.0.mlp", "model.layers.1.mlp"]},
     ),
     wire.Position(round=3, index=17),
-    wire.Ready(round=3, knows_metadata=False, casts={"layers.0.bias": "bfloat16"}),
+    wire.Ready(round=3, knows_metadata=False, casts={"layers.0.bias": "bfloat16"}, limit=4),
     wire.Refused(error=ERROR),
     wire.RoundOutcome(round=3, report={"round": 3, "notes": []}, error=ERROR, run_to=17),
     wire.Sent(round=3, digests=[1 << 63, 7]),

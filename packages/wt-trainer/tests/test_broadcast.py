@@ -89,6 +89,7 @@ class Worker:
         self.peer = peer
         self.init_info = init_info
         self.casts = {"d": "bfloat16"}
+        self.limit = 0  # of the credit in its `Ready`
         self.placed = {}
         self.channels = {}
         self.inbox = queue.Queue()
@@ -129,7 +130,7 @@ class Worker:
         casts = {name: dtype for name, dtype in self.casts.items() if name in metadata.names}
         placed = {"kinds": "r" * len(metadata.names), "parts": [], "not_in_place": {}, **self.placed}
         self.peer.send(Placed(round=number, **placed))
-        self.peer.send(Ready(round=number, knows_metadata=True, casts=casts))
+        self.peer.send(Ready(round=number, knows_metadata=True, casts=casts, limit=self.limit))
         self.go = go = self.take(Go)
         dtypes = [go.casts.get(*pair) for pair in zip(metadata.names, metadata.dtype_names, strict=True)]
         sizes = [
@@ -157,9 +158,10 @@ class Worker:
                     abandoned=lambda: False,
                 )
             )
-        self.peer.send(Credit(round=number, limit=len(groups)))
+        if self.limit < len(groups) or go.casts != casts or go.received:
+            self.peer.send(Credit(round=number, limit=len(groups)))
         for index, group in enumerate(groups):
-            assert self.take(Enter).group == index
+            assert index < go.entered or self.take(Enter).group == index
             buffer = torch.zeros(group.num_bytes, dtype=torch.uint8)
             self.channels[group.root].broadcast([buffer], deadline)
             for piece in group.pieces:
@@ -316,6 +318,76 @@ def test_rank_that_sends_nothing_has_nothing_to_say(connect, send, said):
     reports = send(connect(Source(0, ("a", "e")), Source(1, ("a", "e"))))
     assert [report.outcome for report in reports] == [Outcome.COMMITTED] * 2
     assert said == []
+
+
+class Watched(Source):
+    """A source of one rank that notes each pass over it."""
+
+    def __init__(self, names):
+        super().__init__(names=names)
+        self.passes = []
+        self.is_broken = False
+
+    @cached_property
+    def metadata(self):
+        return [ParamMeta(name, *OWNERS[name][:2]) for name in self.names]
+
+    def iter_full(self):
+        self.passes.append([])
+        for name, tensor in super().iter_full():
+            if self.is_broken:
+                raise OSError("broken on purpose")
+            self.passes[-1].append(name)
+            yield name, tensor
+
+
+@pytest.mark.parametrize("limit", [0, 1, 9])
+def test_round_like_the_last_one_takes_fewer_steps(client, connect, send, limit):
+    """The first group is made ready while the workers are; where they have room for it, all enter it with `Go`."""
+    source = Watched(("a", "d", "e"))
+    engines = connect(source)
+    client.worker.limit = limit
+    for number in (1, 2, 3):
+        send(engines)
+        assert client.worker.go.entered == (number > 1 and limit > 0)
+        assert client.worker.received == sent_bytes(source)
+        assert source.passes == [list(source.names)] * number
+
+
+def test_nothing_is_entered_where_the_worker_expected_something_else(client, connect, send):
+    """Credit from `Ready` is void where digests must be over what comes; the round goes on with the worker's next one."""
+    engines = connect(Watched(("a", "b", "e")))
+    client.worker.limit = 9
+    client.worker.placed = {"kinds": "rpr", "parts": [[1, 2, 0]]}
+    for _ in range(2):
+        (report,) = send(engines)
+        assert report.outcome == Outcome.COMMITTED
+        assert (client.worker.go.received, client.worker.go.entered) == ([1], 0)
+
+
+def test_what_was_made_ready_for_another_dtype_is_not_sent(client, connect, send):
+    """A worker that wants another dtype than in the last round gets it: the source is taken from the beginning again."""
+    source = Watched(("a", "d"))
+    engines = connect(source)
+    client.worker.limit = 9
+    send(engines)
+    client.worker.casts = {}
+    (report,) = send(engines)
+    assert (report.outcome, client.worker.go.casts) == (Outcome.COMMITTED, {})
+    assert client.worker.received == sent_bytes(source, casts=())
+    assert source.passes[1:] == [["a"], ["a", "d"]]
+
+
+def test_source_that_breaks_before_the_workers_are_ready(client, connect, send):
+    """No worker is told to begin."""
+    source = Watched(("a", "e"))
+    engines = connect(source)
+    client.worker.limit = 9
+    send(engines)
+    source.is_broken = True
+    (error,) = send(engines)
+    assert "broken on purpose" in str(error)
+    assert client.worker.go.round == 1
 
 
 @pytest.mark.parametrize("name", ["a", "g"])

@@ -139,9 +139,8 @@ class Root:
         return message
 
     def agree(self, metadata, *, epoch=1, **fields):
-        """Up to `Go`: the worker knows the metadata."""
+        """Up to `Go`: the worker knows the metadata. The credit in its `Ready` counts if it expected this `Go`."""
         number = metadata.round
-        self.limit = 0
         message = self.take((Ready, Placed))
         if isinstance(message, Ready) and not message.knows_metadata:
             self.peer.send(metadata)
@@ -149,7 +148,9 @@ class Root:
         if isinstance(message, Placed):
             self.placed, message = message, self.take(Ready)
         assert message.knows_metadata
+        self.ready = message
         go = Go(round=number, epoch=epoch, rank=1, world_size=2, remaining_s=WAIT_S, **fields)
+        self.limit = message.limit if go.casts == message.casts and not go.received else 0
         self.peer.send(go)
 
     def channel(self, root, epoch):
@@ -372,17 +373,44 @@ def test_worker_gives_credit_for_the_buffers_it_has(make_worker):
     metadata = metadata_of(TENSORS)
     updating = worker.update(metadata)
     worker.root.agree(metadata)
-    worker.root.wait(lambda: worker.root.limits)
     worker.root.transmit(worker.info, metadata, TENSORS, stop_at=2)
     _, inbox = worker.engine._writer_cache.inbox
-    expected = sorted(set(inbox.limits[:3]))
-    assert len(expected) > 1
+    first, *expected = sorted(set(inbox.limits[:3]))
+    assert expected
     worker.root.wait(lambda: len(worker.root.limits) == len(expected))
+    assert worker.root.ready.limit == first > 0
     assert worker.root.limits == expected
     assert 256 < inbox.num_bytes <= 2 * 256
     worker.root.peer.hang_up()
     with pytest.raises(Exception, match="the trainer is gone"):
         updating.value()
+
+
+def test_first_credit_comes_with_ready(make_worker):
+    """A worker that beginning costs nothing has room before it says so: the groups of `Go.entered` are entered at once."""
+    worker = make_worker(TENSORS, max_group_bytes=1 << 16)
+    metadata = metadata_of(TENSORS)
+    updating = worker.update(metadata)
+    worker.root.agree(metadata, entered=1)
+    assert (worker.root.ready.limit, worker.root.limits) == (1, [])
+    sizes = [tensor.nbytes for tensor in TENSORS.values()]
+    (group,) = plan_groups(sizes, max_bytes=1 << 16, max_pieces=MANY_PIECES)
+    buffer = fill(torch.empty(1 << 16, dtype=torch.uint8), group, TENSORS)
+    worker.root.channel(0, 1).broadcast([buffer], time.monotonic() + WAIT_S)
+    worker.root.take(Installed)
+    updating.value()
+    assert_holds(worker, TENSORS)
+
+
+def test_credit_for_what_was_not_expected(make_worker):
+    """Where the sender casts otherwise than `Ready` said, its credit is void: another one comes, and `Ready` has none again."""
+    wide = some_tensor(torch.int8, (6,)).to(torch.float64)
+    worker = make_worker({"w": wide.to(torch.float32)})
+    for number, limit in ((1, 1), (2, 0)):
+        worker.round({"w": wide}, number, received=[0])
+        assert (worker.root.ready.casts, worker.root.ready.limit) == ({"w": "float32"}, limit)
+        assert worker.root.limits == [1] * number
+    assert_holds(worker, {"w": wide.to(torch.float32)})
 
 
 def until_no_receiver(worker, until):
@@ -464,7 +492,8 @@ def test_late_group_of_a_failed_round_is_not_kept(make_worker, until, monkeypatc
         assert go_on.wait(WAIT_S)
         return SimpleNamespace(close=lambda: None)
 
-    join_late.receives_in_place, join_late.settings, join_late.versions = False, dict, dict
+    join_late.receives_in_place, join_late.blocks = False, True
+    join_late.settings = join_late.versions = dict
     monkeypatch.setattr("wt_worker.backends.broadcast.GlooWeightTransferEngine.channel_class", join_late)
     worker = make_worker(TENSORS)
     metadata = metadata_of(TENSORS)
@@ -486,8 +515,8 @@ def test_bug_in_the_receiving_thread_fails_the_round(make_worker, monkeypatch):
     def fail(*args, **kwargs):
         raise KeyError("broken on purpose")
 
-    fail.receives_in_place, fail.settings, fail.versions = False, dict, dict
-
+    fail.receives_in_place, fail.blocks = False, True
+    fail.settings = fail.versions = dict
     monkeypatch.setattr("wt_worker.backends.broadcast.GlooWeightTransferEngine.channel_class", fail)
     worker = make_worker(TENSORS)
     metadata = metadata_of(TENSORS)

@@ -127,7 +127,7 @@ def test_next_epoch_is_a_new_group(join, broadcast):
 def test_capabilities_are_attributes():
     """What gloo cannot do is said by the class, so that an engine need not know the channel's name."""
     assert GlooChannel.receives_in_place is False
-    assert GlooChannel.abortable is False
+    assert GlooChannel.blocks is True
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class ToyEngine(SessionWeightTransferEngine[SessionInitInfo]):
         self.open_at_end = None  # what the sender would be told if it asked as soon as the round is over here
         self.before = self.between = lambda round_: None
 
-    def _receive(self, session, round_, go, metadata, writer):
+    def _receive(self, session, round_, go, metadata, writer, limit):
         self.go, self.metadata = go, metadata
         self.before(round_)
         for number, group in enumerate(plan_groups(writer.sizes, max_bytes=self._cut_bytes, max_pieces=1)):
@@ -851,7 +851,7 @@ def test_round_without_a_commit_is_aborted(rank, calls, open_sender, monkeypatch
     ("break_", "until_", "expected"),
     [
         (lambda rank: setattr(rank.installer, "prepare", fail(OSError("broken"))), None, []),
-        (lambda rank: setattr(rank.installer, "begin", fail(OSError("broken"))), Go, ["prepare", "abort"]),
+        (lambda rank: setattr(rank.installer, "begin", fail(OSError("broken"))), None, ["prepare", "abort"]),
         (lambda rank: setattr(rank.engine, "before", fail(OSError("broken"))), Go, ["prepare", "begin", "abort"]),
         (lambda rank: setattr(rank.engine, "between", fail(OSError("broken"))), Go, ["prepare", "begin", "abort"]),
         (
@@ -869,6 +869,8 @@ def test_installer_of_a_failed_update(rank, calls, break_, until_, expected):
     if until_ is None:
         rank.peer.receive(Ready)
         rank.peer.send(metadata_of(1))
+    if "prepare" in expected and until_ is None:
+        rank.peer.receive(Placed)
     failure(rank.peer)
     with pytest.raises(OSError, match="broken"):
         updating.value()

@@ -239,13 +239,14 @@ class Ready(Message):
     """C: the update call has arrived on this worker. `knows_metadata` is False when the sender must send it.
 
     When it is True, the model has a place for everything, and `casts` names the dtype in which it holds a parameter whose
-    declared dtype is another floating one.
+    declared dtype is another floating one. `limit` is that of a `Credit`, and holds if `Go` has these casts and no `received`.
     """
 
     type = "ready"
     round: int
     knows_metadata: bool
     casts: dict[str, str] = field(default_factory=dict)
+    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +314,8 @@ class Go(Message):
     `casts` names the dtype on the wire of each parameter that is not sent in its declared one. `received` has the places in the
     metadata of parameters whose digest must be over the bytes received, whatever the worker's placement says.
 
-    `remaining_s` is what is left of the round's deadline when L sends this.
+    `remaining_s` is what is left of the round's deadline when L sends this. Groups below `entered` may be entered at once: it
+    stands for their `Enter`.
     """
 
     type = "go"
@@ -324,6 +326,7 @@ class Go(Message):
     remaining_s: float
     casts: dict[str, str] = field(default_factory=dict)
     received: list[int] = field(default_factory=list)
+    entered: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,9 @@ class LeadingEngine(SessionEngine[TInfo]):
         self._session: Session | None = None
         self._placement: Placement | None = None  # of the last round
         self._check_open = True  # whether a worker may have an update open: until a round has ended well
-        self._takes_version = True  # whether the client's finish call takes a version; looked up once, which costs 0.1 ms
+        self._takes_version = (
+            True  # whether the client's finish call takes a version; looked up once, which costs 0.1 ms
+        )
 
     # --- init ----------------------------------------------------------------------------------------------
 
@@ -209,6 +211,7 @@ class LeadingEngine(SessionEngine[TInfo]):
             session.expect_placed(round_.number, metadata.digest, is_draft=self._is_draft)
             info = {"session": session.id, "round": round_.number, "metadata_digest": metadata.digest}
             call = round_.run("update_weights", lambda: self.client.update_weights(info))
+            self._get_ahead(session, round_, metadata)
             casts, cast_there = self._agree_on_metadata(session, round_, workers, metadata, call)
             placement = self._place(workers, metadata, cast_there)
             received = placement.received if self._verifies else []
@@ -227,7 +230,9 @@ class LeadingEngine(SessionEngine[TInfo]):
             call.join()
         self._check_open = False
         self._end_transfer(failed=False)
-        notes = [] if self._takes_version else ["the client's finish_weight_update takes no version: none was published"]
+        notes = (
+            [] if self._takes_version else ["the client's finish_weight_update takes no version: none was published"]
+        )
         notes += self._serving.reset_caches()
         return TransferReport(
             round=round_.number,

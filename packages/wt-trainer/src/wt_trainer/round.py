@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wt_common import AgreementError, Outcome, RoundTimeoutError, Side, TransportError, WeightTransferError
-from wt_common.session import Message
+from wt_common.session import Message, Ready
 from wt_trainer.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -112,6 +112,20 @@ class Round:
             if self.failure is not None:
                 raise self.failure
             self.begun = index
+
+    def take_first_credits(self, workers: Iterable[Peer], casts: dict[str, str]) -> None:
+        """The credit that `Ready` has in it counts, of those workers that expected `casts`; see there."""
+        with self.changed:
+            for peer in workers:
+                ready = self.posts[Ready][peer.key]
+                if isinstance(ready, Ready) and ready.casts == casts:
+                    self.credits[peer.key] = max(ready.limit, self.credits.get(peer.key, 0))
+
+    def enter(self, num_groups: int) -> None:
+        """The first `num_groups` groups may be entered."""
+        with self.changed:
+            self.num_entered = num_groups
+            self.changed.notify_all()
 
     def collect(
         self, kind: type[M], peers: Iterable[Peer], within: Call | None = None

@@ -106,6 +106,9 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
     def _init_fields(self) -> dict[str, Any]:
         """The backend's own fields of the init info."""
 
+    def _get_ahead(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
+        """On the sender, while the workers get ready: do what `_transmit` would have to do, if it needs nobody else."""
+
     @abstractmethod
     def _transmit(
         self, session: Session, round_: Round, metadata: RoundMetadata, casts: dict[str, str], received: list[int]

@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -67,16 +67,23 @@ class _Known:
     metadata: Metadata
     prepared: Prepared | None = None
     shares: Shares | None = None
+    is_usual: bool = True  # whether the sender's last word on them was what this rank's `Ready` lets expect
+
+    def dtypes(self, casts: Mapping[str, str]) -> list[torch.dtype]:
+        """Of each parameter on the wire."""
+        known = {name: getattr(torch, name) for name in {*self.metadata.dtype_names, *casts.values()}}
+        rows = zip(self.metadata.names, self.metadata.dtype_names, strict=True)
+        return [known[casts.get(name, dtype_name)] for name, dtype_name in rows]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InHand:
     """The round in progress: who installs it, how, and what has come."""
 
     installer: Installer
     prepared: Prepared
     shares: Shares
-    writer: RoundWriter
+    writer: RoundWriter | None = None
 
 
 class _Rejected:
@@ -233,9 +240,18 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def _cut_bytes(self) -> int:
         """A parameter that has more bytes comes in pieces of this size."""
 
+    def _make_room(self, metadata: Metadata, writer: RoundWriter) -> int:  # noqa: ARG002  # for those that have room
+        """There is room for the round's first groups, before this rank says that it is ready; how many that are, for `Ready`.
+
+        `_receive` follows, with the same writer if the sender's `Go` is what was to be expected.
+        """
+        return 0
+
     @abstractmethod
-    def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, writer: RoundWriter) -> None:
-        """Receive all the round's parameters and hand them to `writer`."""
+    def _receive(
+        self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, writer: RoundWriter, limit: int
+    ) -> None:
+        """Receive all the round's parameters and hand them to `writer`; the sender has credit for the groups below `limit`."""
 
     def _settings(self) -> dict[str, str]:
         """What all members of the backend's communicators must have alike."""
@@ -261,11 +277,18 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             self._digest = info.metadata_digest
             installer = self._installer()
             known = self._agree_on_metadata(session, round_, info, installer)
+            prepared, writer, limit = known.prepared, None, 0
+            assert prepared is not None  # it was agreed on
+            if known.is_usual and not prepared.not_in_place:  # else beginning is not for nothing
+                writer = self._begin(known, prepared.casts, [], installer)
+                limit = self._make_room(known.metadata, writer)
+            session.send(Ready(round=round_.number, knows_metadata=True, casts=prepared.casts, limit=limit))
             go = round_.receive(Go)
-            round_.deadline = time.monotonic() + go.remaining_s
         with round_.timed("receive"):
-            writer = self._begin(known, go, installer)
-            self._receive(session, round_, go, known.metadata, writer)
+            known.is_usual = go.casts == prepared.casts and not go.received
+            if writer is None or not known.is_usual:
+                writer, limit = self._begin(known, go.casts, go.received, installer), 0
+            self._receive(session, round_, go, known.metadata, writer, limit)
             writer.finish()
         with round_.timed("install"):
             result = installer.finish()
@@ -285,7 +308,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def _await_verdict(self, session: WorkerSession, round_: Round) -> None:
         in_hand = self._in_hand
         digests: list[int] = []
-        if in_hand is not None and self._verify != "off":
+        if in_hand is not None and in_hand.writer is not None and self._verify != "off":
             with torch.no_grad():
                 digests = in_hand.shares.digests(in_hand.writer.received, in_hand.prepared.binding)
         session.send(Finishing(round=round_.number, digests=digests))
@@ -305,33 +328,31 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         installer.check_cover = self._init_info.check_cover
         return installer
 
-    def _begin(self, known: _Known, go: Go, installer: Installer) -> RoundWriter:
-        """The model takes the round's weights, through the writer that is returned."""
-        metadata = known.metadata
+    def _begin(self, known: _Known, casts: Mapping[str, str], received: list[int], installer: Installer) -> RoundWriter:
+        """The model takes the round's weights, through the writer that is returned; `casts` and `received` are as in `Go`."""
         assert known.prepared is not None  # it was agreed on
         assert known.shares is not None
-        known_dtypes = {name: getattr(torch, name) for name in {*metadata.dtype_names, *go.casts.values()}}
-        dtypes = [
-            known_dtypes[go.casts.get(name, dtype_name)]
-            for name, dtype_name in zip(metadata.names, metadata.dtype_names, strict=True)
-        ]
-        writer = RoundWriter(
-            metadata,
+        if self._in_hand is None:
+            self._in_hand = _InHand(installer, known.prepared, known.shares)
+            installer.begin()
+        self._in_hand.writer = RoundWriter(
+            known.metadata,
             known.digest,
-            dtypes,
+            known.dtypes(casts),
             installer,
             cut_bytes=self._cut_bytes,
             cache=self._writer_cache,
-            digested=frozenset() if self._verify == "off" else known.shares.received(go.received),
+            digested=frozenset() if self._verify == "off" else known.shares.received(received),
         )
-        self._in_hand = _InHand(installer, known.prepared, known.shares, writer)
-        installer.begin()
-        return writer
+        return self._in_hand.writer
 
     def _agree_on_metadata(
         self, session: WorkerSession, round_: Round, info: SessionUpdateInfo, installer: Installer
     ) -> _Known:
-        """The round's metadata, which the model has a place for; the sender is asked for them if they are new here."""
+        """The round's metadata, which the model has a place for; the sender is asked for them if they are new here.
+
+        That this rank is ready is still to be said.
+        """
         known = self._metadata.get(id(self.model))
         if known is None or known.digest != info.metadata_digest:
             session.send(Ready(round=round_.number, knows_metadata=False))
@@ -350,7 +371,6 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         if known.shares is not None and self._told.get(known.digest) is not known.shares:
             session.send(known.shares.message(round_.number))
             self._told[known.digest] = known.shares
-        session.send(Ready(round=round_.number, knows_metadata=True, casts=prepared.casts))
         return known
 
     def _fail_round(self, session: WorkerSession, round_: Round, exc: BaseException, *, stays_open: bool) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
 from wt_common.broadcast import SessionInitInfo
 from wt_common.errors import error_from_wire, error_to_wire
-from wt_common.session import Abort, AskState, Enter, Held, Hello, Leave, Message, State, StoreSet
+from wt_common.session import Abort, AskState, Enter, Go, Held, Hello, Leave, Message, State, StoreSet
 from wt_worker.connection import Connection, connect
 from wt_worker.round import Round
 from wt_worker.store import RendezvousStore
@@ -144,6 +144,9 @@ class WorkerSession:
             elif isinstance(message, Enter):
                 self.round.num_entered = message.group + 1
             else:
+                if isinstance(message, Go):
+                    self.round.deadline = time.monotonic() + message.remaining_s
+                    self.round.num_entered = max(message.entered, self.round.num_entered)
                 self.round.posts[type(message)] = message
             self.changed.notify_all()
 

@@ -7,13 +7,16 @@ The worker's end is `wt_worker/backends/broadcast.py`. In a round's transfer:
 3. trainer: when every worker has credit for group k and its bytes are ready, `Enter(k)`; all enter the broadcast of group k.
 4. worker: installs the group, frees its buffer, `Credit` again; after the last group `Installed`.
 
+A round that is like the last one saves two of these steps: the worker's `Ready` has its first credit in it, and a sender that has
+made the first group ready meanwhile lets it be entered with `Go`.
+
 Both sides compute the groups from the metadata (`wt_common.packing`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -30,7 +33,7 @@ from wt_trainer.init_infos import GlooTrainerInitInfo, NCCLTrainerInitInfo
 from wt_trainer.lifecycle import SessionTrainerEngine
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
-from wt_trainer.session import Session
+from wt_trainer.session import Peer, Session
 from wt_trainer.staging import Filled, Staging
 from wt_trainer.stream import CheckedStream
 from wt_trainer.threads import run_in_thread
@@ -58,6 +61,7 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
         self._staging = Staging(init_info.packed_num_buffers, self._device)
         self._planned: tuple[RoundMetadata, dict[str, str], RoundMetadata, tuple[Group, ...]] | None = None
         self._stream: CheckedStream | None = None
+        self._ahead: tuple[_Pipeline, Iterator[None]] | None = None  # what was begun before the workers are ready
 
     def _prepare_metadata(self) -> None:
         # Not in the constructor: what the sender lacks, the other ranks hear of from here on.
@@ -87,13 +91,30 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             "num_buffers": self.init_info.packed_num_buffers,
         }
 
+    def _get_ahead(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
+        """Make the first group ready, if nobody else's collectives are needed and its bytes will be those of the last round."""
+        if session.followers or self._planned is None or self._planned[0] != metadata:
+            return
+        _, _, wire, groups = self._planned
+        pipeline = _Pipeline(round_, groups, self.rank)
+        feeding = self._feed(round_, pipeline, metadata, wire)
+        self._ahead = pipeline, feeding
+        next(feeding, None)
+
     def _transmit(
         self, session: Session, round_: Round, metadata: RoundMetadata, casts: dict[str, str], received: list[int]
     ) -> int:
         wire, groups = self._plan(metadata, casts)
         workers = session.workers
+        if self._ahead is None or self._ahead[0].groups is not groups:
+            pipeline = _Pipeline(round_, groups, self.rank)
+            self._ahead = pipeline, self._feed(round_, pipeline, metadata, wire)
+        pipeline, feeding = self._ahead
         if self._channel is None:
             self._epoch += 1
+        if not received:
+            round_.take_first_credits(workers, casts)
+        entered = pipeline.num_enterable(workers)
         go = Go(
             round=round_.number,
             epoch=self._epoch,
@@ -103,21 +124,23 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             casts=casts,
             received=received,
         )
+        round_.enter(entered)
         session.send(session.followers, go)
         for index, peer in enumerate(workers):
-            session.send([peer], replace(go, rank=1 + index))
-        pipeline = _Pipeline(round_, groups, self.rank)
-        self._start_sending(round_, lambda: self._conduct(session, round_, pipeline))
+            session.send([peer], replace(go, rank=1 + index, entered=entered))
+        self._start_sending(round_, lambda: self._conduct(session, round_, pipeline, entered))
         if pipeline.num_own:
             self._start_sending(round_, lambda: self._play(session, round_, pipeline, go))
-        self._feed(round_, pipeline, metadata, wire)
+        for _ in feeding:
+            pass
         pipeline.wait_sent(pipeline.num_own)
         round_.wait(lambda: round_.num_entered == len(groups), lambda: "the other senders")
         return sum(wire.sizes_bytes)
 
     def _assist(self, session: FollowerSession, round_: Round, metadata: RoundMetadata, go: Go) -> None:
         if self.rank not in metadata.roots:
-            self._feed(round_, _Pipeline(round_, (), self.rank), metadata, metadata)
+            for _ in self._feed(round_, _Pipeline(round_, (), self.rank), metadata, metadata):
+                pass
             return
         if go.epoch != self._epoch:
             self._end_transfer(failed=True)
@@ -129,7 +152,8 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             session.send(Credit(round=round_.number, limit=number + 1))
 
         self._start_sending(round_, lambda: self._play(session, round_, pipeline, go, announce))
-        self._feed(round_, pipeline, metadata, wire)
+        for _ in self._feed(round_, pipeline, metadata, wire):
+            pass
         pipeline.wait_sent(pipeline.num_own)
 
     def _run_source_to(self, index: int) -> None:
@@ -137,6 +161,7 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             self._stream.run_to(index)
 
     def _end_transfer(self, *, failed: bool) -> None:
+        self._ahead = None
         if failed:
             # A broadcast that was abandoned may still read the staging buffers: drop both, and start anew next time.
             channel, self._channel = self._channel, None
@@ -160,8 +185,8 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
 
     # --- the calling thread ------------------------------------------------------------------------------------
 
-    def _feed(self, round_: Round, pipeline: _Pipeline, metadata: RoundMetadata, wire: RoundMetadata) -> None:
-        """Run the source, which only the calling thread may, and make ready the bytes of each group that this rank sends."""
+    def _feed(self, round_: Round, pipeline: _Pipeline, metadata: RoundMetadata, wire: RoundMetadata) -> Iterator[None]:
+        """Run the source, which only the calling thread may; yields whenever a group that this rank sends is ready."""
         source = self._round_source
         assert source is not None  # its metadata were taken
         num_buffers = self.init_info.packed_num_buffers
@@ -173,6 +198,7 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             filled = self._staging.fill(pipeline.groups, number, count, stream, wire)
             round_.check(lambda: f"the source to reach {stream.current!r}")
             pipeline.mark_ready(number, filled, mark_now(self._device))
+            yield
         stream.finish()
         round_.buffer_bytes = max(round_.buffer_bytes, self._staging.num_bytes + pipeline.most_held_bytes)
 
@@ -192,15 +218,14 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
 
         run_in_thread(f"wt-send round {round_.number}", run)
 
-    def _conduct(self, session: Session, round_: Round, pipeline: _Pipeline) -> None:
-        """On the sender: let all enter each group as soon as they can, ahead of those that are under way."""
+    def _conduct(self, session: Session, round_: Round, pipeline: _Pipeline, first: int) -> None:
+        """On the sender: let all enter group `first`, and each after it, as soon as they can, ahead of those under way."""
         workers, followers = session.workers, {peer.hello.rank: peer for peer in session.followers}
-        for number, group in enumerate(pipeline.groups):
-            peers = workers if group.root == self.rank else [*workers, followers[group.root]]
+        for number in range(first, len(pipeline.groups)):
+            root = pipeline.groups[number].root
+            peers = workers if root == self.rank else [*workers, followers[root]]
             pipeline.wait_ready(number, [peer.key for peer in peers])
-            with round_.changed:
-                round_.num_entered = number + 1
-                round_.changed.notify_all()
+            round_.enter(number + 1)
             session.send(peers, Enter(round=round_.number, group=number))
 
     def _play(
@@ -292,6 +317,12 @@ class _Pipeline:
             held = [*(each for each, _ in self._ready.values()), *(each for each, _ in self._begun)]
             self.most_held_bytes = max(self.most_held_bytes, sum(each.held_bytes for each in held))
             self._round.changed.notify_all()
+
+    def num_enterable(self, workers: list[Peer]) -> int:
+        """How many of the first groups are ours and ready, and have room on all of `workers`."""
+        with self._round.changed:
+            limit = min((self._round.credits.get(peer.key, 0) for peer in workers), default=0)
+            return next((number for number in range(limit) if number not in self._ready), limit)
 
     def wait_ready(self, number: int, keys: list[tuple[str, str, int]]) -> None:
         """Return once group `number` is ready, if it is ours, and the peers `keys` have credit for it."""

@@ -79,11 +79,11 @@ class Channel(Protocol):
     Attributes:
         receives_in_place: whether a receive that was abandoned writes no more once `close` has returned, so that bytes may be
             received into memory that serves. Otherwise they are staged.
-        abortable: whether `close` frees a blocked operation.
+        blocks: whether `broadcast` returns only when the bytes are there, and `close` does not end it before.
     """
 
     receives_in_place: ClassVar[bool]
-    abortable: ClassVar[bool]
+    blocks: ClassVar[bool]
 
     def __init__(self, membership: Membership) -> None: ...
 

@@ -40,7 +40,7 @@ class GlooChannel:
     """
 
     receives_in_place: ClassVar[bool] = False  # an abandoned receive goes on writing
-    abortable: ClassVar[bool] = False  # a blocked op ends by itself at `OP_TIMEOUT_S`, never sooner
+    blocks: ClassVar[bool] = True  # a blocked op ends by itself at `OP_TIMEOUT_S`, never sooner
 
     def __init__(self, membership: Membership) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs

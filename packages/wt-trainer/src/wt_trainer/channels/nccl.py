@@ -75,7 +75,7 @@ class NcclChannel:
     """
 
     receives_in_place: ClassVar[bool] = True
-    abortable: ClassVar[bool] = True
+    blocks: ClassVar[bool] = False
 
     def __init__(self, membership: Membership) -> None:
         self._core = _core()

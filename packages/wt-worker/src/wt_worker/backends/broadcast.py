@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -68,13 +70,51 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
         assert self._init_info is not None  # a transfer follows an init
         return self._init_info.max_group_bytes
 
-    def _receive(self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, writer: RoundWriter) -> None:
-        info = self._init_info
-        assert info is not None  # receiving follows an init
-        groups = self._plan(metadata, tuple(writer.sizes), info)
+    def _make_room(self, metadata: Metadata, writer: RoundWriter) -> int:
+        _, inbox = self._places(metadata, writer)
+        return inbox.limits[0]
+
+    def _receive(
+        self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, writer: RoundWriter, limit: int
+    ) -> None:
+        groups, inbox = self._places(metadata, writer)
+        round_.buffer_bytes = inbox.num_bytes
         if go.epoch != self._epoch:
             self._close_channels()
             self._epoch = go.epoch
+        arrivals = _Arrivals(round_, mark_now(self._buffer_device))
+        receiver = _Receiver(round_, groups, inbox, writer, arrivals)
+        limit = self._give_credit(
+            session, round_, inbox.limits[0], limit
+        )  # before a thread starts, which takes its time
+        roots = sorted({group.root for group in groups})
+        first = 0
+        if not self.channel_class.blocks and self._channels.keys() >= set(roots):
+            first = receiver.enter_begun(self._channels)
+        if first < len(groups):
+            threading.Thread(
+                target=lambda: receiver.enter_from(first, lambda: self._open_channels(session, round_, go, roots)),
+                name=f"wt-receive {session.id}",
+                daemon=True,
+            ).start()
+        for number, group in enumerate(groups):
+            arrivals.wait_for(number)
+            writer.take(group, inbox.arrivals[number], number)
+            arrivals.mark_taken(mark_now(self._buffer_device))
+            limit = self._give_credit(session, round_, inbox.limits[number + 1], limit)
+
+    @staticmethod
+    def _give_credit(session: WorkerSession, round_: Round, limit: int, given: int) -> int:
+        """The sender knows that groups below `limit` have room, if it does not know already; `given` is what it knows."""
+        if limit > given:
+            session.send(Credit(round=round_.number, limit=limit))
+        return max(limit, given)
+
+    def _places(self, metadata: Metadata, writer: RoundWriter) -> tuple[tuple[Group, ...], Inbox]:
+        """The groups, and where each is received; those of the last round, unless something is new."""
+        info = self._init_info
+        assert info is not None  # a transfer follows an init
+        groups = self._plan(metadata, tuple(writer.sizes), info)
         inbox = writer.inbox(
             groups,
             self._buffer_device,
@@ -82,23 +122,7 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
             num_buffers=info.num_buffers,
             max_group_bytes=info.max_group_bytes,
         )
-        round_.buffer_bytes = inbox.num_bytes
-        arrived = _Arrivals(round_, mark_now(self._buffer_device))
-        limit = inbox.limits[0]
-        session.send(Credit(round=round_.number, limit=limit))  # before a thread starts, which takes its time
-        threading.Thread(
-            target=self._pump,
-            args=(session, round_, go, groups, inbox, arrived, writer),
-            name=f"wt-receive {session.id}",
-            daemon=True,
-        ).start()
-        for number, group in enumerate(groups):
-            arrived.wait_for(number)
-            writer.take(group, inbox.arrivals[number], number)
-            arrived.mark_taken(mark_now(self._buffer_device))
-            if inbox.limits[number + 1] > limit:
-                limit = inbox.limits[number + 1]
-                session.send(Credit(round=round_.number, limit=limit))
+        return groups, inbox
 
     def _plan(self, metadata: Metadata, sizes: tuple[int, ...], info: DenseBroadcastInitInfo) -> tuple[Group, ...]:
         """The groups, computed anew when the parameters or the bounds are new."""
@@ -122,33 +146,6 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             channel.close()
-
-    def _pump(
-        self,
-        session: WorkerSession,
-        round_: Round,
-        go: Go,
-        groups: tuple[Group, ...],
-        inbox: Inbox,
-        arrived: _Arrivals,
-        writer: RoundWriter,
-    ) -> None:
-        """On a thread of its own: enter each group's broadcast when the sender says that everybody is ready for it."""
-        try:
-            channels = self._open_channels(session, round_, go, sorted({group.root for group in groups}))
-            for number, (group, arrival) in enumerate(zip(groups, inbox.arrivals, strict=True)):
-                round_.wait(
-                    lambda number=number: round_.num_entered > number,  # type: ignore[misc]
-                    f"the trainer to send group {number} of {len(groups)}",
-                )
-                if any(arrival.direct):
-                    writer.touch()
-                after = arrived.mark_after(arrival.after)
-                arrived.add(channels[group.root].broadcast(arrival.buffers, round_.deadline, after=after))
-        except WeightTransferError as exc:
-            round_.fail_second_hand(exc.fill(side=Side.WORKER))
-        except Exception as exc:
-            round_.fail(TransportError(f"the receiving thread failed ({type(exc).__name__}: {exc})", side=Side.WORKER))
 
     def _open_channels(self, session: WorkerSession, round_: Round, go: Go, roots: list[int]) -> dict[int, Channel]:
         """A channel from each root; those that are there are kept. All workers open them in the same order."""
@@ -195,6 +192,61 @@ class NCCLWeightTransferEngine(BroadcastWeightTransferEngine):
         if self.device == torch.device("cuda"):
             return torch.device("cuda", torch.cuda.current_device())
         return self.device
+
+
+class _Receiver:
+    """Enters each group's broadcast when the sender says that everybody is ready for it.
+
+    On a thread of its own, since a channel may block; where it does not, those that the sender has entered with `Go` are entered
+    at once, on the worker's own.
+    """
+
+    def __init__(
+        self, round_: Round, groups: tuple[Group, ...], inbox: Inbox, writer: RoundWriter, arrivals: _Arrivals
+    ) -> None:
+        self._round = round_
+        self._groups = groups
+        self._inbox = inbox
+        self._writer = writer
+        self._arrivals = arrivals
+
+    def enter_begun(self, channels: Mapping[int, Channel]) -> int:
+        """Enter those that the sender has entered already; returns how many."""
+        number = min(self._round.num_entered, len(self._groups))
+        with self._failing_second_hand():
+            for each in range(number):
+                self._enter(each, channels)
+        return number
+
+    def enter_from(self, first: int, open_channels: Callable[[], Mapping[int, Channel]]) -> None:
+        """Enter group `first` and all after it; the round fails if that does. On a thread of its own."""
+        with self._failing_second_hand():
+            channels = open_channels()
+            for number in range(first, len(self._groups)):
+                self._round.wait(
+                    lambda number=number: self._round.num_entered > number,  # type: ignore[misc]
+                    f"the trainer to send group {number} of {len(self._groups)}",
+                )
+                self._enter(number, channels)
+
+    def _enter(self, number: int, channels: Mapping[int, Channel]) -> None:
+        arrival = self._inbox.arrivals[number]
+        if any(arrival.direct):
+            self._writer.touch()
+        after = self._arrivals.mark_after(arrival.after)
+        channel = channels[self._groups[number].root]
+        self._arrivals.add(channel.broadcast(arrival.buffers, self._round.deadline, after=after))
+
+    @contextmanager
+    def _failing_second_hand(self) -> Iterator[None]:
+        """What is raised inside fails the round, unless the words of whoever caused it come first; it is not raised here."""
+        try:
+            yield
+        except WeightTransferError as exc:
+            self._round.fail_second_hand(exc.fill(side=Side.WORKER))
+        except Exception as exc:
+            error = TransportError(f"the receiving thread failed ({type(exc).__name__}: {exc})", side=Side.WORKER)
+            self._round.fail(error)
 
 
 class _Arrivals:
