@@ -71,6 +71,7 @@ INSTANCES: list[Message] = [
         open=True,
         poisoned=True,
         held=True,
+        can_sleep=False,
         settings={"NCCL": "2.28.9", "NCCL_PROTO": "Simple"},
     ),
     wire.Installed(

@@ -203,8 +203,9 @@ class ToyClient:
 
     is_draft = False
 
-    def __init__(self, connect, ranks=(("e0", 0, 1),)):
+    def __init__(self, connect, ranks=(("e0", 0, 1),), **hello):
         self.connect = connect
+        self.hello = hello
         self.ranks = list(ranks)
         self.workers = []
         self.calls = []
@@ -214,7 +215,7 @@ class ToyClient:
         self._begin("init")
         self.init_info = init_info
         for engine, rank, size in self.ranks:
-            peer = self.connect(init_info, engine=engine, rank=rank, size=size)
+            peer = self.connect(init_info, engine=engine, rank=rank, size=size, **self.hello)
             self.workers.append(ToyWorker(peer, init_info["verify"]))
         self.after("init")
 
@@ -295,8 +296,9 @@ class ServingClient(ToyClient):
         self.calls.append("resume all")
 
     @contextmanager
-    def paused(self, mode=None, *, before=None):
+    def paused(self, mode=None, *, before=None, may_sleep=True):
         self._begin("pause")
+        self.may_sleep = may_sleep
         before()
         self.held = True
         servers = ["a"]
@@ -562,16 +564,26 @@ def test_client_whose_finish_takes_no_version_is_called_without(make_client, mak
 
 
 def test_servers_are_held_for_the_round(make_client, make_engine):
-    """A client that can pause is paused around the calls; caches are reset before the resume, and notes reported."""
+    """A client that can pause is paused around the calls; caches are reset with the new weights there, and notes reported."""
     client = make_client(ServingClient)
     assert isinstance(client, ServingControl)
     client.notes = ("a cache was not reset",)
     engine = make_engine(client)
     client.before = lambda name: name == "pause" or client.held or pytest.fail(f"{name} while a server runs")
     report = engine.send_weights()
-    assert client.calls == ["init", "pause", "start", "update", "finish 1", "reset", "resume"]
+    assert client.calls[:4] == ["init", "pause", "start", "update"]
+    assert set(client.calls[4:-1]) == {"finish 1", "reset"}  # at the same time
+    assert client.calls[-1] == "resume"
     assert report.notes == ("a cache was not reset",)
     assert {"pause", "resume"} <= set(report.seconds)
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+def test_servers_are_asked_for_sleep_only_where_they_can(make_client, make_engine, can_sleep):
+    """The workers say in their hellos whether their weights can leave the memory between rounds."""
+    client = make_client(ServingClient, can_sleep=can_sleep)
+    make_engine(client).send_weights()
+    assert client.may_sleep == can_sleep
 
 
 def test_shorter_timeout_of_client_and_engine_counts(make_client, make_engine):

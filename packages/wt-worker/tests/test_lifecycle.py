@@ -308,6 +308,16 @@ def test_hello_says_who_is_there(make_rank):
     assert (hello.open, hello.poisoned) == (False, False)
 
 
+@pytest.mark.parametrize("enabled", [False, True, None])
+def test_hello_says_whether_weights_can_sleep(sender, in_thread, enabled):
+    """As vLLM was started; where nothing says it, they may."""
+    model_config = None if enabled is None else SimpleNamespace(enable_sleep_mode=enabled)
+    vllm_config = SimpleNamespace(parallel_config=None, model_config=model_config)
+    engine = ToyEngine(WeightTransferConfig(), vllm_config, torch.device("cpu"), torch.nn.Linear(1, 1))
+    assert Rank(Books(engine), sender, in_thread).join().hello.can_sleep == (enabled is not False)
+    engine.shutdown()
+
+
 def test_engine_without_an_instance_has_an_id_of_its_own(make_rank):
     """Two engines that nobody has named are not taken for one."""
     names = {make_rank(instance_id=None).join().hello.engine for _ in range(2)}

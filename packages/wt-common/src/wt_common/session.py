@@ -172,7 +172,8 @@ class Hello(Message):
 
     A worker is (`engine`, `rank` of `size`); a trainer rank has engine `""`, its trainer rank, and size 0. `open` says that
     vLLM believes an update to be in progress on this rank; `poisoned` that an earlier round left the model half-written; `held`
-    that an earlier sender has paused the server and not said that it resumed it. `settings` are what all members of a
+    that an earlier sender has paused the server and not said that it resumed it; `can_sleep` that weights may leave its memory
+    between rounds, as far as it knows. `settings` are what all members of a
     communicator must have alike, as far as the backend knows.
     """
 
@@ -189,6 +190,7 @@ class Hello(Message):
     open: bool = False
     poisoned: bool = False
     held: bool = False
+    can_sleep: bool = True
     settings: dict[str, str] = field(default_factory=dict)
 
 

@@ -221,6 +221,7 @@ class LeadingEngine(SessionEngine[TInfo]):
         with round_.timed("finish"):
             arguments = (version,) if self._takes_version and version is not None else ()
             call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
+            reset_notes = self._serving.resetting_caches(round_)
             finishing = round_.collect(Finishing, workers, call)
             self._check_digests(session, round_, metadata, placement, finishing)
             with round_.changed:
@@ -233,7 +234,7 @@ class LeadingEngine(SessionEngine[TInfo]):
         notes = (
             [] if self._takes_version else ["the client's finish_weight_update takes no version: none was published"]
         )
-        notes += self._serving.reset_caches()
+        notes += reset_notes()
         return TransferReport(
             round=round_.number,
             version=version if self._takes_version else None,

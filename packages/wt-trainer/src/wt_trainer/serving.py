@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from wt_common import StaleSessionError, WeightTransferError
@@ -12,6 +13,7 @@ from wt_common.session import Held
 from wt_trainer.client.protocol import ServingControl, VLLMWeightSyncClient
 from wt_trainer.round import Round
 from wt_trainer.session import Session
+from wt_trainer.threads import run_into
 
 __all__ = ["POISONED_SUFFIX", "Serving"]
 
@@ -31,6 +33,7 @@ class Serving:
         self._client = client
         self._was_warned = False
         self._left_held = False  # by an earlier sender, which is gone
+        self._may_sleep = True
         self._is_told = False
 
     def bounded(self, seconds: float) -> AbstractContextManager[None]:
@@ -40,6 +43,7 @@ class Serving:
     def take_over(self, session: Session) -> None:
         """The state in which earlier senders left the servers is known, and those with a half-written model say so."""
         self._left_held = self._is_told = any(peer.hello.held for peer in session.workers)
+        self._may_sleep = any(peer.hello.can_sleep for peer in session.workers)
         if any(peer.hello.poisoned for peer in session.workers):
             self.mark_poisoned()  # the trainer that should have done it may be dead
 
@@ -63,9 +67,10 @@ class Serving:
         try:
             with hold:
                 with round_.timed("pause"):
-                    to_resume = hold.enter_context(
-                        self.control.paused(before=lambda: self._tell(session, round_, held=True))
+                    pausing = self.control.paused(
+                        before=lambda: self._tell(session, round_, held=True), may_sleep=self._may_sleep
                     )
+                    to_resume = hold.enter_context(pausing)
                 try:
                     yield
                 except BaseException:
@@ -101,9 +106,22 @@ class Serving:
             return exc.message if isinstance(exc, WeightTransferError) else str(exc)
         return ""
 
-    def reset_caches(self) -> list[str]:
-        """Drop what the servers have computed with older weights; notes say what could not be."""
-        return self.control.reset_caches() if self.control else []
+    def resetting_caches(self, round_: Round) -> Callable[[], list[str]]:
+        """Begin to drop what the servers have computed with older weights, which must be installed by now.
+
+        Returns:
+            What waits for it: notes say what could not be dropped. Raises what the client does; the round itself does not fail.
+        """
+        if self.control is None:
+            return list
+        reset, notes = self.control.reset_caches, Future[list[str]]()
+        call = round_.run("reset_caches", lambda: run_into(notes, reset))
+
+        def wait() -> list[str]:
+            call.join()
+            return notes.result()
+
+        return wait
 
 
 def _all_taken_over(session: Session) -> bool:

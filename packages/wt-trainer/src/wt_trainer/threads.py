@@ -9,8 +9,12 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
-__all__ = ["run_in_thread"]
+__all__ = ["run_in_thread", "run_into"]
+
+T = TypeVar("T")
 
 _KEPT_S = 2.0  # an idle thread ends after this
 
@@ -26,6 +30,14 @@ def run_in_thread(name: str, call: Callable[[], None]) -> None:
         thread = _Thread(daemon=True)
         thread.start()
     thread.calls.put((name, call))
+
+
+def run_into(future: Future[T], call: Callable[[], T]) -> None:
+    """`future` has what `call` returns, or raises."""
+    try:
+        future.set_result(call())
+    except BaseException as exc:
+        future.set_exception(exc)
 
 
 class _Thread(threading.Thread):

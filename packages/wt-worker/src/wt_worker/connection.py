@@ -13,8 +13,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from wt_common import AgreementError, PeerLostError, RoundTimeoutError, TransportError, WeightTransferError
@@ -36,7 +36,7 @@ __all__ = ["SEND_S", "Connection", "close_in_child", "connect"]
 
 M = TypeVar("M", bound=Message)
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16  # a message is mostly shorter, and a buffer of 1 MiB would cost more than all else of it
 _REST_OF_FRAME_S = 30.0  # once a frame has begun, the rest of at most 64 MiB is due; a peer that stalls longer is lost
 SEND_S = 5.0  # a peer that does not empty its socket for this long is not reading
 _CONNECT_S = 10.0  # the sender listens before anybody is told where, so what fails this long is unreachable
@@ -167,26 +167,26 @@ class Connection:
 
     def _wait(self, event: int, deadline: float | None) -> bool:
         """Whether the socket became ready for `event` before `deadline`; a closed one counts as ready."""
-        if self._closed:
-            raise PeerLostError(f"session: the connection to {self.peer} is closed")
-        poll = select.poll()
-        with self._in_use(), suppress(ValueError, OSError):  # closed meanwhile: the next socket call says so
+        with self._use_lock:
+            if self._closed:
+                raise PeerLostError(f"session: the connection to {self.peer} is closed")
+            self._num_uses += (
+                1  # the descriptor stays ours: were it closed, poll could look at another socket of its number
+            )
+        try:
+            poll = select.poll()
             poll.register(self._sock, event)
             return bool(poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3))
-        return True
-
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """The descriptor stays ours: were it closed, poll could look at another socket of its number, and never wake."""
-        with self._use_lock:
-            self._num_uses += 1
-        try:
-            yield
+        except (ValueError, OSError):  # closed meanwhile: the next socket call says so
+            return True
         finally:
-            with self._use_lock:
-                self._num_uses -= 1
-                if self._closed and not self._num_uses:
-                    self._sock.close()
+            self._end_use()
+
+    def _end_use(self) -> None:
+        with self._use_lock:
+            self._num_uses -= 1
+            if self._closed and not self._num_uses:
+                self._sock.close()
 
 
 def connect(address: str, port: int, *, secret: str, session: str | None, hello: Hello, timeout_s: float) -> Connection:

@@ -470,6 +470,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             open=self._open,
             poisoned=bool(self._poisoned_by),
             held=self._held,
+            can_sleep=bool(getattr(self.model_config, "enable_sleep_mode", True)),
         )
 
     def _on_held(self, held: bool) -> None:

@@ -68,12 +68,13 @@ class ServingControl(Protocol):
         """Every server generates, whoever paused it."""
 
     def paused(
-        self, mode: PauseMode | None = None, *, before: Callable[[], None] | None = None
+        self, mode: PauseMode | None = None, *, before: Callable[[], None] | None = None, may_sleep: bool = True
     ) -> AbstractContextManager[list[str]]:
         """Within it, no server generates; servers that were paused before stay paused after. Always resumes.
 
-        `before` is called before a server is paused, if one is. The context is the list of servers that will be resumed at its
-        end; what is taken out of it will not.
+        `before` is called before a server is paused, if one is. `may_sleep` is False where it is known that no server can put its
+        weights to sleep, so that none need be asked. The context is the list of servers that will be resumed at its end; what is
+        taken out of it will not.
 
         Raises:
             ConfigurationError: a server is asleep, or it is running and the client was told not to pause.
