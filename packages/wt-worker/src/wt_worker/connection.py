@@ -170,9 +170,8 @@ class Connection:
         with self._use_lock:
             if self._closed:
                 raise PeerLostError(f"session: the connection to {self.peer} is closed")
-            self._num_uses += (
-                1  # the descriptor stays ours: were it closed, poll could look at another socket of its number
-            )
+            # The descriptor stays ours: were it closed, poll could look at another socket of its number, and never wake.
+            self._num_uses += 1
         try:
             poll = select.poll()
             poll.register(self._sock, event)
