@@ -182,7 +182,8 @@ class LeadingEngine(SessionEngine[TInfo]):
                     raise
                 raise error from exc
             report.seconds.update(round_.seconds, total=round_.elapsed_s)
-            session.send(session.followers, RoundOutcome(round=round_.number, report=report.to_dict()))
+            if session.followers:
+                session.send(session.followers, RoundOutcome(round=round_.number, report=report.to_dict()))
         return report
 
     def _run(self, session: Session, round_: Round, version: str | None) -> TransferReport:

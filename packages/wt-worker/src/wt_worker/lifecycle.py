@@ -69,12 +69,15 @@ class _Known:
     prepared: Prepared | None = None
     shares: Shares | None = None
     is_usual: bool = True  # whether the sender's last word on them was what this rank's `Ready` lets expect
+    _dtypes: tuple[Mapping[str, str], tuple[torch.dtype, ...]] | None = None
 
-    def dtypes(self, casts: Mapping[str, str]) -> list[torch.dtype]:
+    def dtypes(self, casts: Mapping[str, str]) -> tuple[torch.dtype, ...]:
         """Of each parameter on the wire."""
-        known = {name: getattr(torch, name) for name in {*self.metadata.dtype_names, *casts.values()}}
-        rows = zip(self.metadata.names, self.metadata.dtype_names, strict=True)
-        return [known[casts.get(name, dtype_name)] for name, dtype_name in rows]
+        if self._dtypes is None or self._dtypes[0] != casts:
+            known = {name: getattr(torch, name) for name in {*self.metadata.dtype_names, *casts.values()}}
+            rows = zip(self.metadata.names, self.metadata.dtype_names, strict=True)
+            self._dtypes = casts, tuple(known[casts.get(name, dtype_name)] for name, dtype_name in rows)
+        return self._dtypes[1]
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
         super().__init__(*args, **kwargs)
         self._channels: dict[int, Channel] = {}  # by root, all of one epoch
         self._epoch = 0
-        self._groups: tuple[Any, tuple[Group, ...]] = (None, ())
+        self._planned: tuple[Metadata, list[int], tuple[Group, ...]] | None = None
 
     @property
     def _buffer_device(self) -> torch.device:
@@ -116,7 +116,7 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
         """The groups, and where each is received; those of the last round, unless something is new."""
         info = self._init_info
         assert info is not None  # a transfer follows an init
-        groups = self._plan(metadata, tuple(writer.sizes), info)
+        groups = self._plan(metadata, writer.sizes, info)
         inbox = writer.inbox(
             groups,
             self._buffer_device,
@@ -126,21 +126,22 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
         )
         return groups, inbox
 
-    def _plan(self, metadata: Metadata, sizes: tuple[int, ...], info: DenseBroadcastInitInfo) -> tuple[Group, ...]:
-        """The groups, computed anew when the parameters or the bounds are new."""
-        key = (sizes, tuple(metadata.roots), info.max_group_bytes, info.max_group_pieces)
-        if self._groups[0] != key:
+    def _plan(self, metadata: Metadata, sizes: list[int], info: DenseBroadcastInitInfo) -> tuple[Group, ...]:
+        """The groups, computed anew when metadata or sizes are other objects; both are forgotten with the session."""
+        planned = self._planned
+        if planned is None or planned[0] is not metadata or planned[1] is not sizes:
             groups = plan_groups(
                 sizes,
                 max_bytes=info.max_group_bytes,
                 max_pieces=info.max_group_pieces,
                 roots=metadata.roots or None,
             )
-            self._groups = (key, groups)
-        return self._groups[1]
+            self._planned = planned = metadata, sizes, groups
+        return planned[2]
 
     def _end_transfer(self, *, failed: bool) -> None:
         if failed:
+            self._planned = None
             # A receive that was abandoned may go on writing: never use its group again, nor its buffer, which the writer drops.
             self._close_channels()
 

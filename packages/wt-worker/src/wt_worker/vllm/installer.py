@@ -225,10 +225,10 @@ class VLLMInstaller:
     def _prepared(self, state: LayerStates) -> Prepared:
         in_place = [layer for layer in state.layers.values() if layer.is_in_place]
         parameters = [name for layer in in_place for name in layer.parameters]
+        state.loaded = [layer for layer in state.layers.values() if layer.parameters and not layer.is_in_place]
         not_in_place: dict[str, list[str]] = {}
-        for layer in state.layers.values():
-            if layer.parameters and not layer.is_in_place:
-                not_in_place.setdefault(layer.reason or "not proved yet", []).append(layer.name)
+        for layer in state.loaded:
+            not_in_place.setdefault(layer.reason or "not proved yet", []).append(layer.name)
         binding = state.bound = Binding(state.plan, live_tensors(self._model), parameters)
         self._anchor(state, parameters)
         num_layers = sum(map(len, not_in_place.values()))
@@ -277,14 +277,13 @@ class VLLMInstaller:
         self._touched = False
         self._replays = {}
         self._proof = Proof(self._model, self._model_config, state) if Proof.needed(state) else None
-        loaded = [layer for layer in state.layers.values() if layer.parameters and not layer.is_in_place]
-        is_whole = not any(layer.is_in_place for layer in state.layers.values())
-        if not loaded and not is_whole:
+        is_whole = not (state.bound and state.bound.parameters)
+        if not state.loaded and not is_whole:
             return
-        for layer in loaded:
+        for layer in state.loaded:
             layer.came, layer.is_equal = {}, False
-        replayed = {layer.name: layer.module for layer in loaded if layer.is_replayed}
-        self._reload.begin(None if is_whole else [layer.module for layer in loaded], list(replayed.values()))
+        replayed = {layer.name: layer.module for layer in state.loaded if layer.is_replayed}
+        self._reload.begin(None if is_whole else [layer.module for layer in state.loaded], list(replayed.values()))
         self._replays = {name: Replay(self._reload, state.plan, state.layers[name]) for name in replayed}
 
     def landings(self, name: str) -> tuple[Landing, ...] | None:
@@ -320,23 +319,21 @@ class VLLMInstaller:
         assert state.prepared is not None  # the round was prepared
         for replay in self._replays.values():
             replay.finish()
-        written: set[str] = set()
-        recomputed = state.recomputed
+        untouched, recomputed = state.untouched, state.recomputed
         if self._reload.is_open:
             try:
                 self._reload.finish(check_cover=self.check_cover)
             finally:
                 self._touched |= self._reload.touched
-            written = self._reload.written
+            if any(parameter.num_written is None for parameter in state.plan.parameters):
+                written = self._reload.written
+                untouched = tuple(name for name, _ in self._model.named_parameters() if name not in written)
             recomputed = self._reload.recomputed()
         self._touched = True
         state.prepared.binding.fill()
         self._reload.recompute(recomputed)
         if self._proof is not None:
             self._proof.check()
-        untouched = state.untouched
-        if any(parameter.num_written is None for parameter in state.plan.parameters):
-            untouched = tuple(name for name, _ in self._model.named_parameters() if name not in written)
         return InstallResult(not_synced=untouched)
 
     def commit(self) -> None:

@@ -63,6 +63,7 @@ class LayerStates:
         untouched: the model's parameters that a round does not write.
         expert_maps: (module, attribute, what it was), as when the plan was made.
         prepared: of the last round; None if the next one is installed in another way.
+        loaded: with it, the layers that are not written in place.
         bound: what was bound last, and so the tensors of which something was proved.
         anchors: where these hang; there as soon as something was bound.
         recomputed: what makes again, after a round that is all in place, what is made from parameters; by module.
@@ -76,6 +77,7 @@ class LayerStates:
     untouched: tuple[str, ...]
     expert_maps: list[tuple[torch.nn.Module, str, torch.Tensor]]
     prepared: Prepared | None = None
+    loaded: list[Layer] = field(default_factory=list)
     bound: Binding | None = None
     anchors: Anchors | None = None
     recomputed: list[tuple[str, Callable[[], object]]] = field(default_factory=list)

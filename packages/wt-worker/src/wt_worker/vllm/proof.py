@@ -51,7 +51,7 @@ class Proof:
     @classmethod
     def needed(cls, states: LayerStates) -> bool:
         """Whether there is anything to prove or to watch."""
-        return bool(states.copies) or any(layer.is_pending for layer in states.layers.values())
+        return bool(states.copies) or any(layer.is_pending for layer in states.loaded)
 
     def note(self, name: NamePlan, tensor: torch.Tensor) -> None:
         """`tensor` has come, and goes to the loader."""
