@@ -873,6 +873,31 @@ def test_verdict_is_final(make_client, make_engine):
         assert type(worker.heard[-1]) is Committed
 
 
+def test_verdict_comes_first_where_nothing_is_verified(make_client, make_engine):
+    """With every worker's `Installed` there is nothing more to wait for: the finish call finds the verdict there."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client, verify="off")
+
+    def heard(name):
+        deadline = time.monotonic() + WAIT_S
+        while name == "finish" and not all(isinstance(worker.heard[-1], Committed) for worker in client.workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    client.before = heard
+    assert engine.send_weights().outcome == Outcome.COMMITTED
+
+
+def test_finish_call_that_missed_a_worker_is_noticed(make_client, make_engine):
+    """Also where the verdict came before it: the round is committed, and somebody's label is not known."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client, verify="off")
+    client.before = lambda name: name == "finish" and client.workers.pop()
+    with pytest.raises(AgreementError, match="did not reach worker rank 1") as caught:
+        engine.send_weights()
+    assert caught.value.outcome == Outcome.COMMITTED
+
+
 def test_failed_cache_reset_is_raised_as_committed(make_client, make_engine):
     """Caches that could not be reset are an error of a round that is committed."""
     client = make_client(ServingClient)

@@ -14,6 +14,7 @@ from wt_common import (
     AgreementError,
     ConfigurationError,
     IntegrityError,
+    Outcome,
     PeerLostError,
     PlanError,
     RoundTimeoutError,
@@ -1220,6 +1221,34 @@ def test_sender_that_dies_before_its_verdict(rank, open_sender):
         finishing.value()
     hello = rank.join(open_sender(session="2222")).hello
     assert (hello.open, hello.poisoned) == (True, True)
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
+def test_verdict_before_the_finish_call(rank, open_sender, gone):
+    """Where nothing is verified the verdict may be there first: the call returns at once, also if the sender has died since."""
+    rank.update(1)
+    rank.peer.send(Committed(round=1))
+    if gone:
+        round_ = rank.engine._session.round
+        round_.wait(lambda: Committed in round_.posts, "the verdict")
+        rank.peer.hang_up()
+    rank.call(rank.books.finish).value()
+    assert rank.engine.last_outcome == Outcome.COMMITTED
+    hello = rank.join(open_sender(session="2222")).hello
+    assert (hello.open, hello.poisoned) == (False, False)
+    assert installed(rank) == NEW
+
+
+def test_verdict_without_a_finish_call(rank, open_sender):
+    """The round counts, and the next sender hears that an update was left open."""
+    rank.update(1)
+    rank.peer.send(Committed(round=1))
+    round_ = rank.engine._session.round
+    round_.wait(lambda: Committed in round_.posts, "the verdict")
+    rank.peer.hang_up()
+    hello = rank.join(open_sender(session="2222")).hello
+    assert (hello.open, hello.poisoned) == (True, False)
+    assert rank.engine.last_outcome == Outcome.COMMITTED
 
 
 def test_verdict_that_does_not_come(rank, monkeypatch):

@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from wt_common import (
@@ -221,38 +222,59 @@ class LeadingEngine(SessionEngine[TInfo]):
             call.join()
         with round_.timed("finish"):
             arguments = (version,) if self._takes_version and version is not None else ()
+            if not self._verifies:  # then nobody has anything more to say
+                self._commit(session, round_, metadata)
             call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
             reset_notes = self._serving.resetting_caches(round_)
-            finishing = round_.collect(Finishing, workers, call)
-            self._check_digests(session, round_, metadata, placement, finishing)
-            with round_.changed:
-                round_.check()
-                round_.outcome = Outcome.COMMITTED
-            session.send(workers, Committed(round=round_.number))
+            if self._verifies:
+                finishing = round_.collect(Finishing, workers, call)
+                self._check_digests(session, round_, metadata, placement, finishing)
+                self._commit(session, round_, metadata)
+            report = self._report(round_, version, metadata, placement, installed, len(casts), num_bytes)
             call.join()
+            round_.collect(Finishing, workers, call)  # it has reached every worker
         self._check_open = False
         self._end_transfer(failed=False)
         notes = (
-            [] if self._takes_version else ["the client's finish_weight_update takes no version: none was published"]
+            () if self._takes_version else ("the client's finish_weight_update takes no version: none was published",)
         )
-        notes += reset_notes()
+        return replace(report, notes=(*notes, *reset_notes()))
+
+    def _commit(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
+        """The verdict, when all workers have installed what all trainer ranks have sent. From now on nothing fails the round."""
+        round_.collect(Sent, _other_roots(session, metadata))
+        with round_.changed:
+            round_.check()
+            round_.outcome = Outcome.COMMITTED
+        session.send(session.workers, Committed(round=round_.number))
+
+    def _report(
+        self,
+        round_: Round,
+        version: str | None,
+        metadata: RoundMetadata,
+        placement: Placement,
+        installed: dict[tuple[str, str, int], Installed],
+        num_cast: int,
+        num_bytes: int,
+    ) -> TransferReport:
+        """All of it but the seconds and the notes."""
         return TransferReport(
             round=round_.number,
             version=version if self._takes_version else None,
             outcome=Outcome.COMMITTED,
             backend=self.backend,
             num_parameters=len(metadata.names),
-            num_cast=len(casts),
+            num_cast=num_cast,
             num_bytes=num_bytes,
             seconds={},
             workers=tuple(
-                _worker_report(rank, installed[peer.key]) for rank, peer in zip(placement.ranks, workers, strict=True)
+                _worker_report(rank, post) for rank, post in zip(placement.ranks, installed.values(), strict=True)
             ),
             verify=self._fields.verify,
             buffer_bytes=round_.buffer_bytes,
             ignored=tuple(metadata.names[place] for place in placement.ignored),
             covered=metadata.covered,
-            notes=tuple(notes),
         )
 
     def _compare_sources(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
@@ -315,15 +337,14 @@ class LeadingEngine(SessionEngine[TInfo]):
         placement: Placement,
         finishing: dict[tuple[str, str, int], Finishing],
     ) -> None:
-        """Every trainer rank has sent all of its bytes, and every worker has them, as far as `verify` says."""
-        roots = [peer for peer in session.followers if peer.hello.rank in metadata.roots]
+        """Every worker has what the trainer ranks have sent, as far as `verify` says."""
+        roots = _other_roots(session, metadata)
         sent = round_.collect(Sent, roots)
-        if self._verifies:
-            others = {peer.hello.rank: (str(peer), sent[peer.key].digests) for peer in roots}
-            placement.check(
-                sent_digests(metadata.roots, round_.digests, others),
-                {(engine, rank): post.digests for (_, engine, rank), post in finishing.items()},
-            )
+        others = {peer.hello.rank: (str(peer), sent[peer.key].digests) for peer in roots}
+        placement.check(
+            sent_digests(metadata.roots, round_.digests, others),
+            {(engine, rank): post.digests for (_, engine, rank), post in finishing.items()},
+        )
 
     def _settle(self, session: Session, round_: Round, error: WeightTransferError) -> None:
         """Tell every peer that the round is over, and find out how that left the workers."""
@@ -362,6 +383,11 @@ class LeadingEngine(SessionEngine[TInfo]):
     def _may_be_touched(round_: Round, ended: Any) -> bool:
         """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
         return ended.touched if isinstance(ended, Ended) else round_.num_entered > 0
+
+
+def _other_roots(session: Session, metadata: RoundMetadata) -> list[Peer]:
+    """The other trainer ranks that send."""
+    return [peer for peer in session.followers if peer.hello.rank in metadata.roots]
 
 
 def _last_begun(session: Session, round_: Round) -> int:

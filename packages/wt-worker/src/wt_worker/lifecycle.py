@@ -222,16 +222,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 # vLLM closes the update only where finish returns, and so it stays open where this raises.
                 self._fail_round(session, round_, exc, stays_open=self._raises)
                 raise
-            session.end_round()
-            in_hand, self._in_hand = self._in_hand, None
-            if in_hand is not None:
-                in_hand.installer.commit()
+            self._commit(session)
             self._open = False
-            # What a failed round left in this model is mended by a whole round, or by one of the same parameters.
-            left = self._poisoned_by.pop(id(self.model), set()) - {self._digest}
-            if left and self._not_synced:
-                self._poisoned_by[id(self.model)] = left
-            self.last_outcome = Outcome.COMMITTED
 
     def shutdown(self) -> None:
         """The session is left, its round aborted; the model can serve. May be called at any time and again."""
@@ -325,8 +317,21 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         if in_hand is not None and in_hand.writer is not None and self._verify != "off":
             with torch.no_grad():
                 digests = in_hand.shares.digests(in_hand.writer.received, in_hand.prepared.binding)
-        session.send(Finishing(round=round_.number, digests=digests))
+        # A sender that is gone may have given its verdict before.
+        session.notify(Finishing(round=round_.number, digests=digests))
         round_.receive(Committed, extra_s=_VERDICT_GRACE_S)
+
+    def _commit(self, session: WorkerSession) -> None:
+        """The round is over, and counts."""
+        session.end_round()
+        in_hand, self._in_hand = self._in_hand, None
+        if in_hand is not None:
+            in_hand.installer.commit()
+        # What a failed round left in this model is mended by a whole round, or by one of the same parameters.
+        left = self._poisoned_by.pop(id(self.model), set()) - {self._digest}
+        if left and self._not_synced:
+            self._poisoned_by[id(self.model)] = left
+        self.last_outcome = Outcome.COMMITTED
 
     @property
     def _verify(self) -> str:
@@ -402,11 +407,16 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         session.notify(Ended(round=round_.number, touched=touched))
 
     def _abandon_round(self) -> bool:
-        """No round is in progress; the model can serve. Returns whether the round had touched the model."""
+        """No round is in progress; the model can serve. Returns whether the round had touched the model, and does not count."""
+        session = self._session
+        round_ = None if session is None else session.round
+        if session is not None and round_ is not None and Committed in round_.posts:
+            self._commit(session)  # the finish call did not come, or not as far as here
+            return False
         in_hand, self._in_hand = self._in_hand, None
-        had_round = self._session is not None and self._session.round is not None
-        if self._session is not None:
-            self._session.end_round()
+        had_round = round_ is not None
+        if session is not None:
+            session.end_round()
         if in_hand is None and not had_round:
             return False
         self._release()  # first: what is still being received must not reach a model that serves
