@@ -206,13 +206,13 @@ class LeadingEngine(SessionEngine[TInfo]):
             if self._check_open:
                 close_left_open(session, round_, self.client)
             self._check_open = True
-            round_.run("start_weight_update", self.client.start_weight_update).join()
-        with round_.timed("update"):
             metadata = self._round_metadata()
             self._compare_sources(session, round_, metadata)
             session.expect_placed(round_.number, metadata.digest, is_draft=self._is_draft)
             info = {"session": session.id, "round": round_.number, "metadata_digest": metadata.digest}
-            call = round_.run("update_weights", lambda: self.client.update_weights(info))
+            call = Call("update_weights", lambda: self.client.update_weights(info), round_)
+            round_.run("start_weight_update", self.client.start_weight_update, then=call).join()
+        with round_.timed("update"):
             self._get_ahead(session, round_, metadata)
             casts, cast_there = self._agree_on_metadata(session, round_, workers, metadata, call)
             placement = self._place(workers, metadata, cast_there)
@@ -230,6 +230,7 @@ class LeadingEngine(SessionEngine[TInfo]):
                 finishing = round_.collect(Finishing, workers, call)
                 self._check_digests(session, round_, metadata, placement, finishing)
                 self._commit(session, round_, metadata)
+            session.send(workers, Committed(round=round_.number))
             report = self._report(round_, version, metadata, placement, installed, len(casts), num_bytes)
             call.join()
             round_.collect(Finishing, workers, call)  # it has reached every worker
@@ -240,13 +241,13 @@ class LeadingEngine(SessionEngine[TInfo]):
         )
         return replace(report, notes=(*notes, *reset_notes()))
 
-    def _commit(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
+    @staticmethod
+    def _commit(session: Session, round_: Round, metadata: RoundMetadata) -> None:
         """The verdict, when all workers have installed what all trainer ranks have sent. From now on nothing fails the round."""
         round_.collect(Sent, _other_roots(session, metadata))
         with round_.changed:
             round_.check()
             round_.outcome = Outcome.COMMITTED
-        session.send(session.workers, Committed(round=round_.number))
 
     def _report(
         self,

@@ -162,16 +162,10 @@ class Round:
         self.wait(lambda: not lacking(), missing)
         return {peer.key: posts[peer.key] for peer in peers}  # type: ignore[misc]  # filed under its own type
 
-    def run(self, name: str, call: Callable[[], Any], *, may_fail: bool = False) -> Call:
-        """Start `call()` on a side thread, unless the round has failed already; its failure fails the round at once.
-
-        Args:
-            name: what the errors call it.
-            call: takes nothing.
-            may_fail: its failure does not matter.
-        """
+    def run(self, name: str, call: Callable[[], Any], *, may_fail: bool = False, then: Call | None = None) -> Call:
+        """Start a `Call` of these, unless the round has failed already."""
         self.check(lambda: f"the call {name}")
-        return Call(name, call, self, may_fail=may_fail)
+        return Call(name, call, self, may_fail=may_fail, then=then).start()
 
     def timeout_error(self, missing: Callable[[], str]) -> RoundTimeoutError:
         """The error that the deadline has passed; `missing()` says what was being waited for."""
@@ -188,25 +182,44 @@ class Call:
     """A control call on a daemon thread of its own, so that no server can block the sender.
 
     The thread is never joined; one that outlives its round is named in the round's error.
+
+    Args:
+        name: what the errors call it.
+        call: takes nothing.
+        round_: which its failure fails at once.
+        may_fail: its failure does not matter.
+        then: a call that is not started: it follows on the same thread, unless the round has failed by then, so that nobody need
+            wake up in between.
     """
 
-    def __init__(self, name: str, call: Callable[[], Any], round_: Round, *, may_fail: bool) -> None:
+    def __init__(
+        self, name: str, call: Callable[[], Any], round_: Round, *, may_fail: bool = False, then: Call | None = None
+    ) -> None:
         self.name = name
         self.done = False
+        self._call = call
         self._may_fail = may_fail
+        self._then = then
         self._round = round_
-        run_in_thread(f"wt-call {name}", lambda: self._run(call))
 
-    def _run(self, call: Callable[[], Any]) -> None:
+    def start(self) -> Call:
+        """It runs from now on; returns itself."""
+        run_in_thread(f"wt-call {self.name}", self._run)
+        return self
+
+    def _run(self) -> None:
         try:
-            call()
+            self._call()
         except BaseException as exc:
             if not self._may_fail:
                 self._round.fail_second_hand(self._as_ours(exc).fill(side=Side.TRAINER))
         finally:
             with self._round.changed:
                 self.done = True
+                goes_on = self._then is not None and self._round.failure is None
                 self._round.changed.notify_all()
+        if self._then is not None and goes_on:
+            self._then._run()  # noqa: SLF001  # of the same class
 
     def _as_ours(self, exc: BaseException) -> WeightTransferError:
         if isinstance(exc, WeightTransferError):

@@ -89,6 +89,8 @@ class LayerwiseReload:
 
     def recompute(self, makers: Sequence[tuple[str, Callable[[], object]]]) -> None:
         """What is made from parameters outside of vLLM's reload follows them."""
+        if not makers:
+            return  # the context alone costs more than all else at the end of a round in place
         with torch.no_grad(), self._vllm_context():
             for _, make in makers:
                 make()
