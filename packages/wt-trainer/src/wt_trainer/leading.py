@@ -222,18 +222,16 @@ class LeadingEngine(SessionEngine[TInfo]):
             call.join()
         with round_.timed("finish"):
             arguments = (version,) if self._takes_version and version is not None else ()
+            call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
             if not self._verifies:  # then nobody has anything more to say
                 self._commit(session, round_, metadata)
-            call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
+            finishing = round_.collect(Finishing, workers, call)
             reset_notes = self._serving.resetting_caches(round_)
             if self._verifies:
-                finishing = round_.collect(Finishing, workers, call)
                 self._check_digests(session, round_, metadata, placement, finishing)
                 self._commit(session, round_, metadata)
-            session.send(workers, Committed(round=round_.number))
             report = self._report(round_, version, metadata, placement, installed, len(casts), num_bytes)
             call.join()
-            round_.collect(Finishing, workers, call)  # it has reached every worker
         self._check_open = False
         self._end_transfer(failed=False)
         notes = (
@@ -248,6 +246,7 @@ class LeadingEngine(SessionEngine[TInfo]):
         with round_.changed:
             round_.check()
             round_.outcome = Outcome.COMMITTED
+        session.send(session.workers, Committed(round=round_.number))
 
     def _report(
         self,

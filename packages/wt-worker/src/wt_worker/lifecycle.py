@@ -69,6 +69,7 @@ class _Known:
     prepared: Prepared | None = None
     shares: Shares | None = None
     is_usual: bool = True  # whether the sender's last word on them was what this rank's `Ready` lets expect
+    limit: int | None = None  # what `_make_room` has given, for this `prepared`
     _dtypes: tuple[Mapping[str, str], tuple[torch.dtype, ...]] | None = None
 
     def dtypes(self, casts: Mapping[str, str]) -> tuple[torch.dtype, ...]:
@@ -285,10 +286,14 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             known = self._agree_on_metadata(session, round_, info, installer)
             prepared, writer, limit = known.prepared, None, 0
             assert prepared is not None  # it was agreed on
-            if known.is_usual and not prepared.not_in_place:  # else beginning is not for nothing
-                writer = self._begin(known, prepared.casts, [], installer)
-                limit = self._make_room(known.metadata, writer)
+            is_early = known.is_usual and not prepared.not_in_place  # else beginning has a price
+            if is_early and known.limit is None:
+                writer = self._begin_early(known, prepared, installer)
+            if is_early:
+                limit = known.limit or 0
             session.send(Ready(round=round_.number, knows_metadata=True, casts=prepared.casts, limit=limit))
+            if is_early and writer is None:  # while the answer is on its way
+                writer = self._begin_early(known, prepared, installer)
             go = round_.receive(Go)
         with round_.timed("receive"):
             known.is_usual = go.casts == prepared.casts and not go.received
@@ -347,6 +352,12 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         installer.check_cover = self._init_info.check_cover
         return installer
 
+    def _begin_early(self, known: _Known, prepared: Prepared, installer: Installer) -> RoundWriter:
+        """For the `Go` that is to be expected."""
+        writer = self._begin(known, prepared.casts, [], installer)
+        known.limit = self._make_room(known.metadata, writer)
+        return writer
+
     def _begin(self, known: _Known, casts: Mapping[str, str], received: list[int], installer: Installer) -> RoundWriter:
         """The model takes the round's weights, through the writer that is returned; `casts` and `received` are as in `Go`."""
         assert known.prepared is not None  # it was agreed on
@@ -386,7 +397,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             known = self._metadata[id(self.model)] = _Known(digest, metadata)
         prepared = installer.prepare(known.metadata, known.digest)
         if prepared is not known.prepared:
-            known.prepared, known.shares = prepared, Shares.of(prepared, self._verify)
+            known.prepared, known.shares, known.limit = prepared, Shares.of(prepared, self._verify), None
         if known.shares is not None and self._told.get(known.digest) is not known.shares:
             session.send(known.shares.message(round_.number))
             self._told[known.digest] = known.shares
