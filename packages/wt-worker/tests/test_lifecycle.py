@@ -888,6 +888,15 @@ def test_installer_of_a_failed_update(rank, calls, break_, until_, expected):
     assert calls == expected
 
 
+def test_update_after_an_update_begins_anew(rank, calls):
+    """Without a finish call in between the second round is one of its own, and it alone is committed."""
+    for number in (1, 2):
+        rank.update(number)
+    rank.finish(2)
+    assert calls == ["prepare", "begin", "finish"] * 2 + ["commit"]
+    assert installed(rank) == NEW
+
+
 def test_buffers_of_a_session_are_let_go_with_it(rank, open_sender):
     """What was planned for one session's buffers and groups is not used in the next one's, which may be others."""
     rank.update(1)

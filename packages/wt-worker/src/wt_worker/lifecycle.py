@@ -280,6 +280,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     # --- inside a round ------------------------------------------------------------------------------------
 
     def _take_part(self, session: WorkerSession, round_: Round, info: SessionUpdateInfo) -> None:
+        self._in_hand = None  # an update may follow another one without a finish call in between
         with round_.timed("agree"):
             self._digest = info.metadata_digest
             installer = self._installer()

@@ -84,9 +84,8 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
             self._epoch = go.epoch
         arrivals = _Arrivals(round_, mark_now(self._buffer_device))
         receiver = _Receiver(round_, groups, inbox, writer, arrivals)
-        limit = self._give_credit(
-            session, round_, inbox.limits[0], limit
-        )  # before a thread starts, which takes its time
+        # Before a thread starts, which takes its time.
+        limit = self._give_credit(session, round_, inbox.limits[0], limit)
         roots = sorted({group.root for group in groups})
         first = 0
         if not self.channel_class.blocks and self._channels.keys() >= set(roots):
