@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from wt_common.digest import digest_bytes
-from wt_common.packing import plan_groups
 from wt_common.session import Placed
 from wt_worker.installers.base import Prepared
 from wt_worker.placement.binding import Binding
@@ -259,34 +258,6 @@ def test_each_part_has_a_digest_in_the_order_told():
     first[3] = second[0] = 0
     assert shares.digests({}, rank.prepared.binding) == [digest_of(first), digest_of(second)]
     assert [count for _, count, _ in shares.parts] == [3, 3]
-
-
-@pytest.mark.parametrize("received", [frozenset(), frozenset({2})], ids=["none", "norm"])
-def test_digests_follow_the_groups(received):
-    """What a group completes is read once it is there, in every round, and not again; a round that ended early is forgotten."""
-    rank = tp_rank(0)
-    shares, binding = rank.shares(), rank.prepared.binding
-    groups = plan_groups([SENT[name].nbytes for name in SENT], max_bytes=40, max_pieces=2)
-    last = {piece.index: number for number, group in enumerate(groups) for piece in group.pieces}
-    assert len({*last.values()}) > 2
-    shares.follow(received, binding, groups)(0)
-    for factor in (1, 2):
-        sent = {name: value * factor for name, value in SENT.items()}
-        expected = tp_digests(sent)
-        add = shares.follow(received, binding, groups)
-        for number in range(len(groups)):
-            rank.write({name: value for index, (name, value) in enumerate(sent.items()) if last[index] == number})
-            add(number)
-            rank.write({name: value * 0 for index, (name, value) in enumerate(sent.items()) if last[index] == number})
-        came = dict.fromkeys(received, 7)
-        assert shares.digests(came, binding) == [came.get(place, digest) for place, digest in enumerate(expected)]
-
-
-def tp_digests(sent):
-    """Of the first rank's parts, by what it has after all was written."""
-    rank = tp_rank(0)
-    rank.write(sent)
-    return rank.shares().digests({}, rank.prepared.binding)
 
 
 @pytest.mark.parametrize("verify", VERIFY)

@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +29,6 @@ from wt_common import (
 )
 from wt_common.broadcast import SessionInitInfo, SessionUpdateInfo
 from wt_common.errors import error_to_wire
-from wt_common.packing import Group
 from wt_common.schema import check_schema
 from wt_common.session import (
     Committed,
@@ -249,16 +248,6 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self, session: WorkerSession, round_: Round, go: Go, metadata: Metadata, writer: RoundWriter, limit: int
     ) -> None:
         """Receive all the round's parameters and hand them to `writer`; the sender has credit for the groups below `limit`."""
-
-    def _digesting(self, groups: Sequence[Group]) -> Callable[[int], None]:
-        """For `_receive` to call with the number of each group that is where it belongs, so that not all digests come last.
-
-        What is called after group k is on the current stream after the copies that install k.
-        """
-        in_hand = self._in_hand
-        if in_hand is None or in_hand.writer is None or self._verify == "off":
-            return lambda _: None
-        return in_hand.shares.follow(in_hand.writer.digested, in_hand.prepared.binding, groups)
 
     def _settings(self) -> dict[str, str]:
         """What all members of the backend's communicators must have alike."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
 
-from wt_common.packing import Group
 from wt_common.session import Placed
 from wt_worker.installers.base import Prepared
 from wt_worker.placement.binding import Binding
@@ -57,21 +55,10 @@ class Shares:
         """The places in the metadata whose received bytes are digested; `also` is `Go.received`."""
         return self._received.union(also) if also else self._received
 
-    def follow(self, received: frozenset[int], binding: Binding, groups: Sequence[Group]) -> Callable[[int], None]:
-        """What reads in the model, when group `number` of `groups` is there, all that this completes.
-
-        In each round anew, for all groups in turn: while the next group comes. `digests` then has nothing left to read.
-        """
-        reading = self._reading
-        if reading is None or not reading.is_of(received, binding) or reading.groups is not groups:
-            reading = self._reading = self._read(received, binding, groups)
-        reading.installed.restart()
-        return reading.installed.add
-
     def digests(self, received: Mapping[int, int], binding: Binding) -> list[int]:
         """All digests in the wire's order: those of what came, by place in the metadata, and those of what is installed."""
         reading = self._reading
-        if reading is None or not reading.is_of(received.keys(), binding):
+        if reading is None or reading.binding is not binding or reading.received != received.keys():
             reading = self._reading = self._read(frozenset(received), binding)
         installed = reading.installed.now()
         if not received:
@@ -79,21 +66,18 @@ class Shares:
         rest = iter(installed)
         return [next(rest) if index is None else received[index] for index in reading.order]
 
-    def _read(self, received: frozenset[int], binding: Binding, groups: Sequence[Group] | None = None) -> _Reading:
+    def _read(self, received: frozenset[int], binding: Binding) -> _Reading:
         order: list[int | None] = []
         subjects: list[list[tuple[torch.Tensor, Box]]] = []
-        completes = {piece.index: number for number, group in enumerate(groups or ()) for piece in group.pieces}
-        batches: list[list[int]] = [[] for _ in groups or (None,)]
         for index, (name, kind) in enumerate(zip(binding.plan.names, self.kinds, strict=True)):
             if index in received:
                 order.append(index)
             elif kind in (WHOLE, PARTS):
                 parts = [landing.part() for landing in binding.landings(name.name) or ()]
                 found = [parts] if kind == WHOLE else [[part] for part in parts]
-                batches[completes.get(index, 0)] += range(len(subjects), len(subjects) + len(found))
                 subjects += found
                 order += [None] * len(found)
-        return _Reading(binding, received, groups, order, InstalledDigests(subjects, batches))
+        return _Reading(binding, received, order, InstalledDigests(subjects))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +86,8 @@ class _Reading:
 
     binding: Binding
     received: frozenset[int]
-    groups: Sequence[Group] | None
     order: list[int | None]
     installed: InstalledDigests
-
-    def is_of(self, received: AbstractSet[int], binding: Binding) -> bool:
-        """Whether it was made for these."""
-        return self.binding is binding and self.received == received
 
 
 def _kind(name: NamePlan, prepared: Prepared) -> str:

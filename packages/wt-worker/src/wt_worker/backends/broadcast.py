@@ -96,13 +96,11 @@ class BroadcastWeightTransferEngine(SessionWeightTransferEngine[DenseBroadcastIn
                 name=f"wt-receive {session.id}",
                 daemon=True,
             ).start()
-        digest = self._digesting(groups)
         for number, group in enumerate(groups):
             arrivals.wait_for(number)
             writer.take(group, inbox.arrivals[number], number)
             arrivals.mark_taken(mark_now(self._buffer_device))
             limit = self._give_credit(session, round_, inbox.limits[number + 1], limit)
-            digest(number)
 
     @staticmethod
     def _give_credit(session: WorkerSession, round_: Round, limit: int, given: int) -> int:

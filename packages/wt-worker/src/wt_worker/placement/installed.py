@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,8 +16,6 @@ from wt_worker.placement.plan import Box
 __all__ = ["InstalledDigests"]
 
 _MASK = (1 << 64) - 1
-_SIGN = 1 << 63
-_CPU = torch.device("cpu")
 
 
 class InstalledDigests:
@@ -26,60 +24,10 @@ class InstalledDigests:
     Args:
         subjects: what each digest is over: views, and the box of the checkpoint parameter that each holds. Of several the digests
             are added up.
-        batches: which of them can be read at the same time; all by default. Each is in one.
     """
 
-    def __init__(
-        self,
-        subjects: Sequence[Sequence[tuple[torch.Tensor, Box]]],
-        batches: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, subjects: Sequence[Sequence[tuple[torch.Tensor, Box]]]) -> None:
         self._count = len(subjects)
-        factors: _Factors = {}
-        self._batches = [
-            _Batch([(place, *part) for place in batch for part in subjects[place]], factors)
-            for batch in (batches if batches is not None else [range(len(subjects))])
-        ]
-        self.restart()
-
-    def restart(self) -> None:
-        """Nothing is read yet."""
-        self._left = dict.fromkeys(range(len(self._batches)))  # the batches that are still to be read
-        self._totals: dict[torch.device, torch.Tensor] = {}  # by place, as int64 that wraps around
-
-    @torch.no_grad()
-    def add(self, number: int) -> None:
-        """Read batch `number`, over the bytes that are there now. On a GPU its current stream will do it."""
-        del self._left[number]
-        self._batches[number].add_to(self._totals_on)
-
-    def now(self) -> list[int]:
-        """All of them; what is not read yet is read now. The devices' current streams are waited for."""
-        for number in list(self._left):
-            self.add(number)
-        result = [0] * self._count
-        for totals in self._totals.values():
-            found = unsigned(totals)
-            result = [(one + other) & _MASK for one, other in zip(result, found, strict=True)] if any(result) else found
-        self.restart()
-        return result
-
-    def _totals_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._totals:
-            self._totals[device] = torch.zeros(self._count, dtype=torch.int64, device=device)
-        return self._totals[device]
-
-
-_Factors = dict[tuple[torch.device, int, Box], torch.Tensor | None]
-
-
-class _Batch:
-    """Of (place, view, box), all at once as far as that goes: how depends on what is small, in a row, or on a GPU.
-
-    `factors` is what batches have in common.
-    """
-
-    def __init__(self, parts: Sequence[tuple[int, torch.Tensor, Box]], factors: _Factors) -> None:
         self._small: dict[torch.device, SmallDigests] = {}
         # (place, bytes in the parameter's order, where they begin in it), and all else:
         self._runs: dict[torch.device, list[tuple[int, torch.Tensor, int]]] = {}
@@ -88,9 +36,11 @@ class _Batch:
         self._on_device: dict[
             torch.device, tuple[list[tuple[int, torch.Tensor, int]], list[tuple[int, torch.Tensor, int, int]]]
         ] = {}
-        for place, region, box in parts:
-            if not (region.is_cuda and self._add_to_kernel(place, region, box)):
-                self._add(place, region, box, factors)
+        factors: dict[tuple[torch.device, int, Box], torch.Tensor | None] = {}
+        for place, parts in enumerate(subjects):
+            for region, box in parts:
+                if not (region.is_cuda and self._add_to_kernel(place, region, box)):
+                    self._add(place, region, box, factors)
 
     def _add_to_kernel(self, place: int, region: torch.Tensor, box: Box) -> bool:
         """Whether a kernel will digest it, with all else of its device."""
@@ -107,7 +57,13 @@ class _Batch:
         boxes += [(place, *each) for each in rows]
         return True
 
-    def _add(self, place: int, region: torch.Tensor, box: Box, factors: _Factors) -> None:
+    def _add(
+        self,
+        place: int,
+        region: torch.Tensor,
+        box: Box,
+        factors: dict[tuple[torch.device, int, Box], torch.Tensor | None],
+    ) -> None:
         if not region.numel():
             return
         if SmallDigests.takes(region):
@@ -123,24 +79,31 @@ class _Batch:
         else:
             self._boxes.append((place, region, box))
 
-    def add_to(self, totals_on: Callable[[torch.device], torch.Tensor]) -> None:
-        """To `totals_on(device)` each digest is added at its place."""
-        for device, small in self._small.items():
-            small.add_to(totals_on(device))
-        for device, runs in self._runs.items():
-            places = torch.tensor([place for place, _, _ in runs], device=device)
-            found = torch.stack([digest_total(data, offset) for _, data, offset in runs])
-            totals_on(device).index_add_(0, places, found)
-        for device, (runs, boxes) in self._on_device.items():
-            if device not in self._kernels:
-                self._kernels[device] = RunDigests(device, runs), BoxDigests(device, boxes)
-            for kernel_digests in self._kernels[device]:
-                kernel_digests.add_to(totals_on(device))
-        if self._boxes:
-            totals = totals_on(_CPU)
-            for place, region, box in self._boxes:
-                digest = box_digest(region, box.offset, box.strides)
-                totals[place] += (digest ^ _SIGN) - _SIGN  # the same 64 bits as a signed number
+    @torch.no_grad()
+    def now(self) -> list[int]:
+        """All of them, over the bytes that are there now. It runs on each device's current stream, which is waited for."""
+        result = [0] * self._count
+        for device in self._small.keys() | self._runs.keys() | self._on_device.keys():
+            totals = torch.zeros(self._count, dtype=torch.int64, device=device)
+            if device in self._small:
+                self._small[device].add_to(totals)
+            if runs := self._runs.get(device):
+                places = torch.tensor([place for place, _, _ in runs], device=device)
+                totals.index_add_(0, places, torch.stack([digest_total(data, offset) for _, data, offset in runs]))
+            if device in self._on_device:
+                self._kernels_of(device, totals)
+            found = unsigned(totals)
+            result = [(one + other) & _MASK for one, other in zip(result, found, strict=True)] if any(result) else found
+        for place, region, box in self._boxes:
+            result[place] = (result[place] + box_digest(region, box.offset, box.strides)) & _MASK
+        return result
+
+    def _kernels_of(self, device: torch.device, totals: torch.Tensor) -> None:
+        if device not in self._kernels:
+            runs, boxes = self._on_device[device]
+            self._kernels[device] = RunDigests(device, runs), BoxDigests(device, boxes)
+        for kernel_digests in self._kernels[device]:
+            kernel_digests.add_to(totals)
 
 
 class BoxDigests:

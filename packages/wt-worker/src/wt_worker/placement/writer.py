@@ -122,7 +122,6 @@ class RoundWriter:
 
     Attributes:
         sizes: bytes of each parameter on the wire.
-        digested: as given.
         received: the digests of those of `digested`, once all has come and `finish` was called.
     """
 
@@ -138,7 +137,7 @@ class RoundWriter:
         digested: frozenset[int] = frozenset(),
     ) -> None:
         self.received: dict[int, int] = {}
-        self.digested = digested
+        self._digested = digested
         self._totals: torch.Tensor | None = None
         self._metadata = metadata
         self._dtypes = tuple(dtypes)
@@ -215,7 +214,7 @@ class RoundWriter:
     def finish(self) -> None:
         """All has come: parameters without elements, which no group carries, are installed too, and the digests are known."""
         totals = [0] * len(self.sizes) if self._totals is None else unsigned(self._totals)
-        self.received = {index: totals[index] for index in self.digested}
+        self.received = {index: totals[index] for index in self._digested}
         if 0 not in self.sizes:
             return
         empty = [
@@ -270,7 +269,7 @@ class RoundWriter:
         for piece, data, is_direct in zip(group.pieces, arrival.data, arrival.direct, strict=True):
             index = piece.index
             end = piece.start + piece.num_bytes
-            if index in self.digested:
+            if index in self._digested:
                 program.received.append((index, data, piece.start))
             if is_direct:
                 continue
