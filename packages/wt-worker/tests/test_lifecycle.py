@@ -309,13 +309,21 @@ def test_hello_says_who_is_there(make_rank):
     assert (hello.open, hello.poisoned) == (False, False)
 
 
-@pytest.mark.parametrize("enabled", [False, True, None])
-def test_hello_says_whether_weights_can_sleep(sender, in_thread, enabled):
+@pytest.mark.parametrize(
+    ("model_config", "expected"),
+    [
+        (None, True),
+        (SimpleNamespace(enable_sleep_mode=False), False),
+        (SimpleNamespace(enable_sleep_mode=True), True),
+        (SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=True), True),
+    ],
+    ids=["unknown", "no", "yes", "by its allocator"],
+)
+def test_hello_says_whether_weights_can_sleep(sender, in_thread, model_config, expected):
     """As vLLM was started; where nothing says it, they may."""
-    model_config = None if enabled is None else SimpleNamespace(enable_sleep_mode=enabled)
     vllm_config = SimpleNamespace(parallel_config=None, model_config=model_config)
     engine = ToyEngine(WeightTransferConfig(), vllm_config, torch.device("cpu"), torch.nn.Linear(1, 1))
-    assert Rank(Books(engine), sender, in_thread).join().hello.can_sleep == (enabled is not False)
+    assert Rank(Books(engine), sender, in_thread).join().hello.can_sleep == expected
     engine.shutdown()
 
 
@@ -895,6 +903,17 @@ def test_update_after_an_update_begins_anew(rank, calls):
     rank.finish(2)
     assert calls == ["prepare", "begin", "finish"] * 2 + ["commit"]
     assert installed(rank) == NEW
+
+
+def test_update_that_fails_after_an_update_was_not_finished(rank):
+    """What the first one has installed serves, and nobody has committed it."""
+    rank.update(1)
+    rank.installer.prepare = fail(OSError("broken"))
+    updating = rank.call(lambda: rank.books.update(2))
+    _, touched = failure(rank.peer)
+    with pytest.raises(OSError, match="broken"):
+        updating.value()
+    assert touched
 
 
 def test_buffers_of_a_session_are_let_go_with_it(rank, open_sender):

@@ -217,10 +217,20 @@ def test_messages_wake_who_waits(join, in_thread):
     entering.value()
 
 
+def test_abort_may_be_there_before_its_round(join):
+    """The update call takes another way than the abort: the round that it begins has failed, in the sender's words; only that."""
+    session, peer = join()
+    peer.send(abort(1, PlanError("x")), abort(3, PlanError("the source failed")))
+    fence(peer)
+    for number, expected in ((2, None), (3, "the source failed")):
+        round_ = session.begin_round(number)
+        assert (round_.failure and round_.failure.message, round_.told) == (expected, expected is not None)
+
+
 def test_messages_of_another_round_are_ignored(join):
     """What belongs to an earlier or a later round, or comes between rounds, changes nothing in this one."""
     session, peer = join()
-    peer.send(go(2), abort(2, PlanError("early")))
+    peer.send(go(2))
     fence(peer)
     session.begin_round(1)
     round_ = session.begin_round(2)

@@ -226,10 +226,10 @@ class LeadingEngine(SessionEngine[TInfo]):
             if not self._verifies:  # then nobody has anything more to say
                 self._commit(session, round_, metadata)
             finishing = round_.collect(Finishing, workers, call)
-            reset_notes = self._serving.resetting_caches(round_)
             if self._verifies:
                 self._check_digests(session, round_, metadata, placement, finishing)
                 self._commit(session, round_, metadata)
+            reset_notes = self._serving.resetting_caches(round_)
             report = self._report(round_, version, metadata, placement, installed, len(casts), num_bytes)
             call.join()
         self._check_open = False

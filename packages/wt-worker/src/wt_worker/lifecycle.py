@@ -84,6 +84,7 @@ class _Known:
 class _InHand:
     """The round in progress: who installs it, how, and what has come."""
 
+    round: Round
     installer: Installer
     prepared: Prepared
     shares: Shares
@@ -269,7 +270,6 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     # --- inside a round ------------------------------------------------------------------------------------
 
     def _take_part(self, session: WorkerSession, round_: Round, info: SessionUpdateInfo) -> None:
-        self._in_hand = None  # an update may follow another one without a finish call in between
         with round_.timed("agree"):
             self._digest = info.metadata_digest
             installer = self._installer()
@@ -278,17 +278,17 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             assert prepared is not None  # it was agreed on
             is_early = known.is_usual and not prepared.not_in_place  # else beginning has a price
             if is_early and known.limit is None:
-                writer = self._begin_early(known, prepared, installer)
+                writer = self._begin_early(round_, known, prepared, installer)
             if is_early:
                 limit = known.limit or 0
             session.send(Ready(round=round_.number, knows_metadata=True, casts=prepared.casts, limit=limit))
             if is_early and writer is None:  # while the answer is on its way
-                writer = self._begin_early(known, prepared, installer)
+                writer = self._begin_early(round_, known, prepared, installer)
             go = round_.receive(Go)
         with round_.timed("receive"):
             known.is_usual = go.casts == prepared.casts and not go.received
             if writer is None or not known.is_usual:
-                writer, limit = self._begin(known, go.casts, go.received, installer), 0
+                writer, limit = self._begin(round_, known, go.casts, go.received, installer), 0
             self._receive(session, round_, go, known.metadata, writer, limit)
             writer.finish()
         with round_.timed("install"):
@@ -312,8 +312,11 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         if in_hand is not None and in_hand.writer is not None and self._verify != "off":
             with torch.no_grad():
                 digests = in_hand.shares.digests(in_hand.writer.received, in_hand.prepared.binding)
-        # A sender that is gone may have given its verdict before.
-        session.notify(Finishing(round=round_.number, digests=digests))
+        try:
+            session.send(Finishing(round=round_.number, digests=digests))
+        except WeightTransferError:
+            if Committed not in round_.posts:
+                raise  # else the sender has given its verdict, and is gone
         round_.receive(Committed, extra_s=_VERDICT_GRACE_S)
 
     def _commit(self, session: WorkerSession) -> None:
@@ -342,18 +345,22 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         installer.check_cover = self._init_info.check_cover
         return installer
 
-    def _begin_early(self, known: _Known, prepared: Prepared, installer: Installer) -> RoundWriter:
+    def _begin_early(self, round_: Round, known: _Known, prepared: Prepared, installer: Installer) -> RoundWriter:
         """For the `Go` that is to be expected."""
-        writer = self._begin(known, prepared.casts, [], installer)
+        writer = self._begin(round_, known, prepared.casts, [], installer)
         known.limit = self._make_room(known.metadata, writer)
         return writer
 
-    def _begin(self, known: _Known, casts: Mapping[str, str], received: list[int], installer: Installer) -> RoundWriter:
+    def _begin(
+        self, round_: Round, known: _Known, casts: Mapping[str, str], received: list[int], installer: Installer
+    ) -> RoundWriter:
         """The model takes the round's weights, through the writer that is returned; `casts` and `received` are as in `Go`."""
         assert known.prepared is not None  # it was agreed on
         assert known.shares is not None
-        if self._in_hand is None:
-            self._in_hand = _InHand(installer, known.prepared, known.shares)
+        if (
+            self._in_hand is None or self._in_hand.round is not round_
+        ):  # an update may follow another without a finish call
+            self._in_hand = _InHand(round_, installer, known.prepared, known.shares)
             installer.begin()
         self._in_hand.writer = RoundWriter(
             known.metadata,
@@ -484,8 +491,14 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             open=self._open,
             poisoned=bool(self._poisoned_by),
             held=self._held,
-            can_sleep=bool(getattr(self.model_config, "enable_sleep_mode", True)),
+            can_sleep=self._can_sleep(),
         )
+
+    def _can_sleep(self) -> bool:
+        """Whether vLLM may take the weights' memory away; it is not asked for more than that where it allocates them."""
+        config = getattr(self.vllm_config, "model_config", None)  # the target's, also while a draft is updated
+        flags = [getattr(config, name, None) for name in ("enable_sleep_mode", "enable_cumem_allocator")]
+        return any(flags) or flags[0] is None
 
     def _on_held(self, held: bool) -> None:
         self._held = held

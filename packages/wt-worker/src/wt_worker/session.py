@@ -41,6 +41,7 @@ class WorkerSession:
         self.store = RendezvousStore(self.changed, self._publish)
         self.round: Round | None = None
         self.last_round = 0
+        self._early_abort: Abort | None = None  # of a round whose update call is still on its way
         self.lost: WeightTransferError | None = None
         self.started = time.monotonic()
         self.local_address = connection.local_address
@@ -97,6 +98,8 @@ class WorkerSession:
                 )
             self.last_round = number
             self.round = Round(number, self._timeout_s, self.changed)
+            if self._early_abort is not None and self._early_abort.round == number:
+                self.round.fail(error_from_wire(self._early_abort.error), told=True)
             if self.lost is not None:
                 self.round.fail(PeerLostError(self.lost.message, side=Side.WORKER), told=True)
             return self.round
@@ -137,6 +140,8 @@ class WorkerSession:
             self.notify(State(round=message.round, open=is_open, poisoned=is_poisoned))
             return
         with self.changed:
+            if isinstance(message, Abort) and message.round > self.last_round:
+                self._early_abort = message
             if self.round is None or getattr(message, "round", None) != self.round.number:
                 return  # of a round that is over on this side; nothing waits for it
             if isinstance(message, Abort):

@@ -93,6 +93,7 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
 
     def _get_ahead(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
         """Make the first group ready, if nobody else's collectives are needed and its bytes will be those of the last round."""
+        self._ahead = None
         if session.followers or self._planned is None or self._planned[0] != metadata:
             return
         _, _, wire, groups = self._planned

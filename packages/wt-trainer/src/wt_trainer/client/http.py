@@ -81,7 +81,6 @@ class HTTPVLLMWeightSyncClient:
         self._connections = {url: Connections(url, headers, verify, cert) for url in self.base_urls}
         self.is_draft = False
         self._deadline: float | None = None
-        self._is_holding = False
 
     def __repr__(self) -> str:
         return f"HTTPVLLMWeightSyncClient({list(self.base_urls)!r}, timeout={self.timeout:g})"
@@ -181,8 +180,6 @@ class HTTPVLLMWeightSyncClient:
     ) -> Iterator[list[str]]:
         """Within it, no server generates; those that were running are resumed after it, whatever happened inside.
 
-        Inside another one it asks nothing and does nothing: a round costs 2 ms less there than with servers paused otherwise.
-
         Args:
             mode: as in `pause`; None is the client's own `pause` setting.
             before: called before a server is paused, if one is.
@@ -195,9 +192,6 @@ class HTTPVLLMWeightSyncClient:
         Raises:
             ConfigurationError: a server is asleep; or one is running and neither `mode` nor the client's setting allows a pause.
         """
-        if self._is_holding:
-            yield []
-            return
         mode = self.pause_mode if mode is None else mode
         paused = self._refuse_sleeping() if may_sleep else self.is_paused()
         running = [url for url, is_paused in zip(self.base_urls, paused, strict=True) if not is_paused]
@@ -211,11 +205,7 @@ class HTTPVLLMWeightSyncClient:
             if running and before is not None:
                 before()
             self._each(lambda url: self._request("POST", url, "/pause", params={"mode": mode}), running, futures=pauses)
-            self._is_holding = True
-            try:
-                yield running
-            finally:
-                self._is_holding = False
+            yield running
         except BaseException as exc:
             # Even where the pause failed: another server may have taken it. A server that does not answer must not hide
             # `exc`, nor hold it up: the resume goes on in the background.

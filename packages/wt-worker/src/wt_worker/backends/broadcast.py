@@ -38,6 +38,9 @@ __all__ = [
 POLL_S = 5e-5
 """Between two looks at what a device does: Linux sleeps no shorter, and 16 GB take 45 ms."""
 
+FEW_OPERATIONS = 32
+"""So many can be begun without waiting for what they wait for; with more, NCCL's own queues may be full."""
+
 NCCLWeightTransferInitInfo = DenseBroadcastInitInfo
 NCCLWeightTransferUpdateInfo = SessionUpdateInfo
 
@@ -197,8 +200,8 @@ class NCCLWeightTransferEngine(BroadcastWeightTransferEngine):
 class _Receiver:
     """Enters each group's broadcast when the sender says that everybody is ready for it.
 
-    On a thread of its own, since a channel may block; where it does not, those that the sender has entered with `Go` are entered
-    at once, on the worker's own.
+    On a thread of its own, since a channel may block; where it does not, the first group, if the sender has entered it with `Go`,
+    is entered at once, on the worker's own.
     """
 
     def __init__(
@@ -211,12 +214,12 @@ class _Receiver:
         self._arrivals = arrivals
 
     def enter_begun(self, channels: Mapping[int, Channel]) -> int:
-        """Enter those that the sender has entered already; returns how many."""
-        number = min(self._round.num_entered, len(self._groups))
+        """Enter the first group, if the sender has and it is small; returns how many were entered."""
+        if self._round.num_entered == 0 or len(self._inbox.arrivals[0].buffers) > FEW_OPERATIONS:
+            return 0
         with self._failing_second_hand():
-            for each in range(number):
-                self._enter(each, channels)
-        return number
+            self._enter(0, channels)
+        return 1
 
     def enter_from(self, first: int, open_channels: Callable[[], Mapping[int, Channel]]) -> None:
         """Enter group `first` and all after it; the round fails if that does. On a thread of its own."""
