@@ -63,7 +63,8 @@ def assert_no_thread_left(process: Any) -> None:
 def slow_round(cast: Cast, size: int, num_ranks: int = 1, **info: Any) -> tuple[list[WorkerHost], list[TrainerHost]]:
     """Workers with committed weights, and trainers whose next round takes about 3 s."""
     workers = cast.engine(MANY, size)
-    config = {"parameters": MANY, "info": {"packed": False, **info}}
+    # A deadline even for what is noticed without one: a process that does not come back would hold up the tests after it.
+    config = {"parameters": MANY, "info": {"packed": False, "timeout_s": 30, **info}}
     trainers = cast.trainers(workers, num_ranks, **config) if num_ranks > 1 else [cast.trainer(workers, **config)]
     # The first round of a process imports and traces: the deadline is not for that.
     for result in together(*(lambda t=t: t.call("init", timeout_s=60) for t in trainers)):
