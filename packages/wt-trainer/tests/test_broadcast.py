@@ -378,6 +378,20 @@ def test_what_was_made_ready_for_another_dtype_is_not_sent(client, connect, send
     assert source.passes[1:] == [["a"], ["a", "d"]]
 
 
+def test_models_of_two_dtypes_in_turn_cost_one_pass_each(client, connect, send):
+    """What is made ready for the draft model is what it takes, and not what the other model took in the round before."""
+    source = Watched(("a", "d"))
+    engines = connect(source)
+    client.worker.limit = 9
+    for number, is_draft in enumerate((False, True, False, True), 1):
+        client.is_draft = is_draft
+        client.worker.casts = {} if is_draft else {"d": "bfloat16"}
+        (report,) = send(engines)
+        assert report.outcome == Outcome.COMMITTED, report
+        assert client.worker.received == sent_bytes(source, casts=client.worker.casts)
+        assert source.passes == [["a", "d"]] * number
+
+
 def test_source_that_breaks_before_the_workers_are_ready(client, connect, send):
     """No worker is told to begin."""
     source = Watched(("a", "e"))

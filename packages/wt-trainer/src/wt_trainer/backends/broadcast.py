@@ -59,7 +59,8 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
         self._device = torch.device("cpu")
         self._channel: Channel | None = None
         self._staging = Staging(init_info.packed_num_buffers, self._device)
-        self._planned: tuple[RoundMetadata, dict[str, str], RoundMetadata, tuple[Group, ...]] | None = None
+        # By whether it is for the draft model, whose casts may be others: metadata, casts, wire and groups of the last round.
+        self._planned: dict[bool, tuple[RoundMetadata, dict[str, str], RoundMetadata, tuple[Group, ...]]] = {}
         self._stream: CheckedStream | None = None
         self._ahead: tuple[_Pipeline, Iterator[None]] | None = None  # what was begun before the workers are ready
 
@@ -94,9 +95,10 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
     def _get_ahead(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
         """Make the first group ready, if nobody else's collectives are needed and its bytes will be those of the last round."""
         self._ahead = None
-        if session.followers or self._planned is None or self._planned[0] != metadata:
+        planned = self._planned.get(self._is_draft)
+        if session.followers or planned is None or planned[0] != metadata:
             return
-        _, _, wire, groups = self._planned
+        _, _, wire, groups = planned
         pipeline = _Pipeline(round_, groups, self.rank)
         feeding = self._feed(round_, pipeline, metadata, wire)
         self._ahead = pipeline, feeding
@@ -172,7 +174,8 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
 
     def _plan(self, metadata: RoundMetadata, casts: dict[str, str]) -> tuple[RoundMetadata, tuple[Group, ...]]:
         """What goes over the wire, and in which groups; worked out anew when it is new."""
-        if self._planned is None or self._planned[:2] != (metadata, casts):
+        planned = self._planned.get(self._is_draft)
+        if planned is None or planned[:2] != (metadata, casts):
             fields = self._init_fields()
             wire = metadata.cast(casts)
             groups = plan_groups(
@@ -181,8 +184,8 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
                 max_pieces=fields["max_group_pieces"],
                 roots=wire.roots,
             )
-            self._planned = (metadata, casts, wire, groups)
-        return self._planned[2:]
+            self._planned[self._is_draft] = planned = (metadata, casts, wire, groups)
+        return planned[2:]
 
     # --- the calling thread ------------------------------------------------------------------------------------
 
