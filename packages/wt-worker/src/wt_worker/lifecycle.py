@@ -357,9 +357,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         """The model takes the round's weights, through the writer that is returned; `casts` and `received` are as in `Go`."""
         assert known.prepared is not None  # it was agreed on
         assert known.shares is not None
-        if (
-            self._in_hand is None or self._in_hand.round is not round_
-        ):  # an update may follow another without a finish call
+        # What is in hand may be another round's: an update may follow one that had no finish call.
+        if self._in_hand is None or self._in_hand.round is not round_:
             self._in_hand = _InHand(round_, installer, known.prepared, known.shares)
             installer.begin()
         self._in_hand.writer = RoundWriter(
@@ -495,7 +494,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         )
 
     def _can_sleep(self) -> bool:
-        """Whether vLLM may take the weights' memory away; it is not asked for more than that where it allocates them."""
+        """Whether vLLM may take the weights' memory away between rounds, as it was started; where that is unknown, it may."""
         config = getattr(self.vllm_config, "model_config", None)  # the target's, also while a draft is updated
         flags = [getattr(config, name, None) for name in ("enable_sleep_mode", "enable_cumem_allocator")]
         return any(flags) or flags[0] is None
