@@ -62,7 +62,7 @@ def _trainer() -> str:
     metadata = RoundMetadata.of(source, 1)
     groups = plan_groups(metadata.sizes_bytes, max_bytes=GROUP_BYTES, max_pieces=4096, roots=metadata.roots)
     staging = Staging(2, torch.device("cpu"))
-    placed = Placed(round=1, kinds="w" * NUM_PARAMETERS, parts=[], not_in_place={})
+    placed = Placed(round=1, takes="a" * NUM_PARAMETERS, digested="w" * NUM_PARAMETERS, parts=[], not_in_place={})
     rank = PlacedRank(name="the worker", engine="e", rank=0, placed=placed)
     placement = Placement([rank], names=metadata.names, num_elements=metadata.num_elements)
 

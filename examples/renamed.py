@@ -63,7 +63,7 @@ def main() -> None:
             param.mul_(1.05)
     report = trainer.send_weights(weight_version="renamed")
     print(report)
-    print(f"tied, and so covered by another name: {report.covered}")
+    print(f"tied, and so sent under another name: {report.aliases}")
     trainer.shutdown()
     state = {PREFIXES.sub("", name): tensor for name, tensor in model.state_dict().items()}
     model.save_pretrained(args.out, state_dict=state)

@@ -68,7 +68,7 @@ def test_rounds_equal_hugging_face(case: Case, engine: Engine, cast: Cast) -> No
         assert report["outcome"] == "committed"
         assert all(worker["not_synced"] == [] for worker in report["workers"])
         if (case.model, case.layout) == ("llama-tied", "fsdp2"):
-            assert report["covered"] == {"lm_head.weight": "model.embed_tokens.weight"}
+            assert report["aliases"] == {"lm_head.weight": "model.embed_tokens.weight"}
     together(*(lambda trainer=trainer: trainer.call("shutdown") for trainer in trainers))
 
 

@@ -270,9 +270,20 @@ class CheckpointSource(WeightSource):
     On request one name is left out, or goes under another name or shape (in metadata and data alike), or the iterator ends early.
     """
 
-    def __init__(self, model: torch.nn.Module, withhold: str = "", lie: str = "", lie_about: str = "") -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        withhold: str = "",
+        lie: str = "",
+        lie_about: str = "",
+        extra: dict[str, Any] | None = None,
+        *,
+        only_extra: bool = False,
+    ) -> None:
         self.model = model
         self.withhold = withhold
+        self.extra = make_tensors(extra or {}, 1)  # further names, or others in their place
+        self.only_extra = only_extra
         self.lie, self.lie_about = lie, lie_about
         self.stop_after = -1
         self.pause_s = 0.0
@@ -281,8 +292,9 @@ class CheckpointSource(WeightSource):
     def _items(self) -> list[tuple[str, torch.Tensor]]:
         import models
 
-        items = dict(models.checkpoint_items(self.model))
+        items = {} if self.only_extra else dict(models.checkpoint_items(self.model))
         items |= {name: items[to] for name, to in self.tied.items()}
+        items |= self.extra
         return [self._tell(*item) for item in items.items() if item[0] != self.withhold]
 
     def _tell(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -307,7 +319,10 @@ def _hf_whole(trainer: Trainer) -> WeightSource:
     """A Hugging Face model, whole on every rank."""
     model = _own_hf(trainer)
     _load_whole(trainer, model)
-    return CheckpointSource(model, lie=trainer.config.get("lie", ""), lie_about=trainer.config.get("lie_about", ""))
+    options = {
+        name: trainer.config[name] for name in ("lie", "lie_about", "extra", "only_extra") if name in trainer.config
+    }
+    return CheckpointSource(model, **options)
 
 
 def _hf_renamed(trainer: Trainer) -> WeightSource:

@@ -73,6 +73,8 @@ INSTANCES: list[Message] = [
         held=True,
         can_sleep=False,
         settings={"NCCL": "2.28.9", "NCCL_PROTO": "Simple"},
+        load_format="dummy",
+        shares_model="engine-é",
     ),
     wire.Installed(
         round=3,
@@ -89,12 +91,18 @@ INSTANCES: list[Message] = [
         dtype_names=[dtype_name for _, dtype_name, _, _ in ROWS],
         shapes=[list(shape) for _, _, shape, _ in ROWS],
         roots=[root for _, _, _, root in ROWS],
+        aliases={"lm_head.weight": ROWS[0][0]},
+        optional=[1],
     ),
     wire.Placed(
         round=3,
-        kinds="rwpnp",
-        parts=[[2, 6, 0], [2, 7, 1 << 63], [4, 1, 0]],
+        takes="uapnpp",
+        digested="rwpnpr",
+        parts=[[2, 6, 0], [2, 7, 1 << 63], [4, 1, 0], [5, 1, 0]],
         not_in_place={"quantized by fp8": ["model.layers.0.mlp", "model.layers.1.mlp"]},
+        tied=[[3, 1]],
+        not_synced=["model.norm.weight"],
+        unset=["model.norm.weight"],
     ),
     wire.Position(round=3, index=17),
     wire.Ready(round=3, knows_metadata=False, casts={"layers.0.bias": "bfloat16"}, limit=4),
@@ -251,28 +259,67 @@ def test_metadata_lists_must_be_of_one_length():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"kinds": "rwxnp"}, "Placed.kinds: expected the characters r, w, p and n"),
-        ({"kinds": "rwpnr"}, "Placed.parts: expected triples, at least one for each parameter of kind p"),
-        ({"kinds": "ppppp"}, "at least one for each parameter of kind p and none for others"),
-        ({"kinds": ""}, "none for others"),
+        ({"takes": "uaxnpp"}, "Placed.takes: expected the characters a, p, n and u"),
+        ({"digested": "rwxnpr"}, "Placed.digested: expected the characters r, w, p and n"),
+        ({"digested": "rwpnp"}, "Placed.digested: expected as many characters as takes has, 6, got 5"),
+        (
+            {"takes": "uapnpa"},
+            "Placed.parts: expected triples, at least one for each parameter that is taken or digested in",
+        ),
+        ({"takes": "pappap"}, "in parts and none for others"),
+        ({"digested": "pppppp"}, "in parts and none for others"),
+        ({"takes": "", "digested": ""}, "none for others"),
         ({"parts": []}, "at least one for each"),
-        ({"parts": [[2, 6], [4, 1, 0]]}, "expected triples"),
-        ({"parts": [[2, 6, 0, 0], [4, 1, 0]]}, "expected triples"),
-        ({"parts": [[], [4, 1, 0]]}, "expected triples"),
-        ({"parts": [[2, 6, 0], [4, 1, 0], [5, 1, 0]]}, "none for others"),
-        ({"parts": [[2, 6, 0], [4, 1, 0], [-1, 1, 0]]}, "none for others"),
-        ({"parts": [[4, 1, 0], [2, 6, 0]]}, "Placed.parts: expected the order of the metadata"),
-        ({"parts": [[2, 6, 0], [4, 1, 0], [2, 7, 1]]}, "expected the order of the metadata"),
+        ({"parts": [[2, 6], [4, 1, 0], [5, 1, 0]]}, "expected triples"),
+        ({"parts": [[2, 6, 0, 0], [4, 1, 0], [5, 1, 0]]}, "expected triples"),
+        ({"parts": [[], [4, 1, 0], [5, 1, 0]]}, "expected triples"),
+        ({"parts": [[2, 6, 0], [4, 1, 0], [5, 1, 0], [6, 1, 0]]}, "none for others"),
+        ({"parts": [[2, 6, 0], [4, 1, 0], [5, 1, 0], [-1, 1, 0]]}, "none for others"),
+        ({"parts": [[4, 1, 0], [2, 6, 0], [5, 1, 0]]}, "Placed.parts: expected the order of the metadata"),
+        ({"parts": [[2, 6, 0], [4, 1, 0], [5, 1, 0], [2, 7, 1]]}, "expected the order of the metadata"),
+        ({"tied": [[3]]}, "Placed.tied: expected pairs of places below 6"),
+        ({"tied": [[3, 6]]}, "Placed.tied: expected pairs of places below 6"),
+        ({"tied": [[-1, 3]]}, "Placed.tied: expected pairs of places below 6"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_placement_must_fit_itself(change, text):
-    """Kinds are the four that there are, and parts are listed for exactly the parameters that have any, in order."""
+    """Characters are those that there are, parts are listed for exactly the parameters that have any, and places exist."""
     (placed,) = (message for message in INSTANCES if isinstance(message, wire.Placed))
     with pytest.raises(ValueError, match=text):
         dataclasses.replace(placed, **change)
     with pytest.raises(TransportError, match=text):
         decode_message(json.dumps({**json.loads(body_of(placed)), **change}).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"aliases": {"a": "b"}}, "Metadata.aliases: expected new names of listed parameters, got 'a'"),
+        ({"aliases": {"c": "d"}}, "Metadata.aliases: expected new names of listed parameters, got 'c'"),
+        ({"optional": [2]}, "Metadata.optional: expected places below 2"),
+        ({"optional": [-1]}, "Metadata.optional: expected places below 2"),
+    ],
+)
+def test_metadata_must_fit_themselves(change, text):
+    """An alias is a further name of a listed parameter, and what is optional is listed."""
+    parts = {"names": ["a", "b"], "dtype_names": ["int8", "int8"], "shapes": [[1], []]}
+    with pytest.raises(ValueError, match=text):
+        wire.Metadata(round=1, **parts, **change)
+
+
+def test_metadata_digest_covers_all_but_the_round():
+    """Metadata that differ in anything that decides how they are installed have other digests."""
+    (metadata,) = (message for message in INSTANCES if isinstance(message, wire.Metadata))
+    others = [
+        dataclasses.replace(metadata, names=[*metadata.names[:-1], "other"]),
+        dataclasses.replace(metadata, roots=[1 - root for root in metadata.roots]),
+        dataclasses.replace(metadata, aliases={}),
+        dataclasses.replace(metadata, optional=[]),
+    ]
+    assert len({each.digest for each in (metadata, *others)}) == 5
+    assert dataclasses.replace(metadata, round=9).digest == metadata.digest
+    assert dataclasses.replace(metadata, roots=[]).digest == dataclasses.replace(metadata, roots=[0] * 3).digest
 
 
 @pytest.mark.parametrize("digest", [-1, 1 << 64, -(1 << 63), 1 << 200])

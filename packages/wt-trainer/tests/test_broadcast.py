@@ -128,7 +128,8 @@ class Worker:
         self.peer.send(Ready(round=number, knows_metadata=False))
         metadata = self.take(Metadata)
         casts = {name: dtype for name, dtype in self.casts.items() if name in metadata.names}
-        placed = {"kinds": "r" * len(metadata.names), "parts": [], "not_in_place": {}, **self.placed}
+        count = len(metadata.names)
+        placed = {"takes": "a" * count, "digested": "r" * count, "parts": [], "not_in_place": {}, **self.placed}
         self.peer.send(Placed(round=number, **placed))
         self.peer.send(Ready(round=number, knows_metadata=True, casts=casts, limit=self.limit))
         self.go = go = self.take(Go)
@@ -358,7 +359,7 @@ def test_nothing_is_entered_where_the_worker_expected_something_else(client, con
     """Credit from `Ready` is void where digests must be over what comes; the round goes on with the worker's next one."""
     engines = connect(Watched(("a", "b", "e")))
     client.worker.limit = 9
-    client.worker.placed = {"kinds": "rpr", "parts": [[1, 2, 0]]}
+    client.worker.placed = {"digested": "rpr", "parts": [[1, 2, 0]]}
     for _ in range(2):
         (report,) = send(engines)
         assert report.outcome == Outcome.COMMITTED
@@ -437,6 +438,6 @@ def test_nothing_is_digested_with_off(connect, send, monkeypatch):
 def test_what_is_verified_as_received_is_in_every_go(client, connect, send):
     """A parameter whose parts cannot be added up is named by its place, to the workers and to the other senders."""
     engines = connect(Source(0), Source(1))
-    client.worker.placed = {"kinds": "rprrrrr", "parts": [[1, 2, 0]]}
+    client.worker.placed = {"digested": "rprrrrr", "parts": [[1, 2, 0]]}
     assert [report.outcome for report in send(engines)] == [Outcome.COMMITTED] * 2
     assert client.worker.go.received == [1]

@@ -117,6 +117,13 @@ class ToyEngine(SessionTrainerEngine[ToyInitInfo]):
         self.ended = (*self.ended, failed)
 
 
+def placing(digested, parts=(), not_in_place=None, **fields):
+    """The fields of a `Placed` of a worker that takes what it digests."""
+    takes = digested.translate(str.maketrans("rw", "aa"))
+    parts = [list(part) for part in parts]
+    return {"takes": takes, "digested": digested, "parts": parts, "not_in_place": not_in_place or {}, **fields}
+
+
 class ToyWorker:
     """One worker rank: a reader that answers questions at once, and the protocol of the two calls.
 
@@ -181,7 +188,7 @@ class ToyWorker:
 
     def place(self, number, digest):
         count = len(self.metadata.names)
-        placed = self.placed or {"kinds": "r" * count, "parts": [], "not_in_place": {}}
+        placed = self.placed or placing("r" * count)
         if self.said.get(digest) != placed:
             self.said[digest] = placed
             self.peer.send(Placed(round=number, **placed))
@@ -659,7 +666,7 @@ def test_failed_worker_decides_the_outcome(make_client, make_engine, touched, ou
 
     def update(info):
         worker = client.workers[0]
-        worker.peer.send(Placed(round=1, kinds="rr", parts=[], not_in_place={}))
+        worker.peer.send(Placed(round=1, **placing("rr")))
         worker.peer.send(Ready(round=1, knows_metadata=True))
         worker.take(Go)
         worker.peer.send(Failed(round=1, error=error_to_wire(PlanError("no such layer", param="b"))))
@@ -960,9 +967,9 @@ def sent_digest(data):
 def test_committed_round_says_what_was_verified(make_client, make_engine):
     """The report has the mode, what no rank of an engine took, and what each worker has not written in place."""
     client = make_client(ranks=TWO)
-    engine = make_engine(client)
-    client.workers[0].placed = {"kinds": "wn", "parts": [], "not_in_place": {"fp8": ["layers.0"]}}
-    client.workers[1].placed = {"kinds": "rn", "parts": [], "not_in_place": {}}
+    engine = make_engine(client, ignore=("b",))
+    client.workers[0].placed = placing("wn", not_in_place={"fp8": ["layers.0"]})
+    client.workers[1].placed = placing("rn")
     for worker in client.workers:
         worker.digests = lambda worker=worker: [digest_bytes(worker.received[0])]
     report = engine.send_weights()
@@ -976,7 +983,7 @@ def test_byte_that_changed_fails_the_round(make_client, make_engine, kind):
     client = make_client(ranks=TWO)
     engine = make_engine(client)
     for worker in client.workers:
-        worker.placed = {"kinds": kind * 2, "parts": [], "not_in_place": {}}
+        worker.placed = placing(kind * 2)
         worker.touched = True
     wrong(client.workers[1], 1)
     with pytest.raises(IntegrityError, match="parameter 'b': expected digest") as caught:
@@ -1000,8 +1007,8 @@ def test_parts_of_all_ranks_make_up_what_was_sent(make_client, make_engine):
     client = make_client(ranks=TWO)
     engine = make_engine(client)
     one, other = client.workers
-    one.placed = {"kinds": "pw", "parts": [[0, 1, 5]], "not_in_place": {}}
-    other.placed = {"kinds": "pw", "parts": [[0, 1, 6]], "not_in_place": {}}
+    one.placed = placing("pw", parts=[[0, 1, 5]])
+    other.placed = placing("pw", parts=[[0, 1, 6]])
     one.digests = lambda: [digest_bytes(one.received[0][:4]), digest_bytes(one.received[1])]
     other.digests = lambda: [digest_bytes(other.received[0][4:], 4), digest_bytes(other.received[1])]
     engine.send_weights()
@@ -1017,7 +1024,7 @@ def test_parts_that_do_not_make_up_a_parameter_are_verified_as_received(make_cli
     """Where parts cannot be added up to the whole, all workers hear so with `Go`, and digest what they receive."""
     client = make_client(ranks=(*TWO, ("e1", 0, 1)))
     engine = make_engine(client)
-    client.workers[1].placed = {"kinds": "rp", "parts": [[1, 2, 0]], "not_in_place": {}}
+    client.workers[1].placed = placing("rp", parts=[[1, 2, 0]])
     engine.send_weights()
     assert [worker.go.received for worker in client.workers] == [[1]] * 3
     wrong(client.workers[1], 1)
@@ -1029,7 +1036,7 @@ def test_what_a_worker_casts_is_verified_as_received(make_client, make_engine):
     """A worker that holds another dtype than the wire's cannot digest what it has installed; where all hold it, it can."""
     client = make_client(ranks=TWO)
     engine = make_engine(client)
-    client.workers[0].placed = {"kinds": "wp", "parts": [[1, 3, 0]], "not_in_place": {}}
+    client.workers[0].placed = placing("wp", parts=[[1, 3, 0]])
     client.workers[0].casts = {"a": "bfloat16"}
     engine.send_weights()
     assert [worker.go.received for worker in client.workers] == [[0], [0]]
@@ -1042,7 +1049,7 @@ def test_session_that_verifies_nothing_commits_what_it_has(make_client, make_eng
     """With `off` nobody digests anything, and a worker need not send digests; what it has placed does not matter."""
     client = make_client()
     engine = make_engine(client, verify="off")
-    client.workers[0].placed = {"kinds": "rp", "parts": [[1, 2, 0]], "not_in_place": {}}
+    client.workers[0].placed = placing("rp", parts=[[1, 3, 0]])
     assert engine.send_weights().verify == "off"
     assert client.workers[0].go.received == []
 
@@ -1063,22 +1070,76 @@ def test_placement_of_other_parameters_is_refused(make_client, make_engine):
     """One that does not fit the metadata is an error that names worker and field, before a byte moves."""
     client = make_client()
     engine = make_engine(client)
-    client.workers[0].placed = {"kinds": "r", "parts": [], "not_in_place": {}}
+    client.workers[0].placed = placing("r")
     with pytest.raises(
-        AgreementError, match=r"placed\.kinds: expected one for each of the 2 parameters, got 1"
+        AgreementError, match=r"placed\.takes: expected one for each of the 2 parameters, got 1"
     ) as caught:
         engine.send_weights()
     assert (caught.value.rank, caught.value.outcome) == (0, Outcome.UNCHANGED)
 
 
+@pytest.mark.parametrize("verify", ["full", "received", "off"])
+@pytest.mark.parametrize(
+    ("placed", "param", "text"),
+    [
+        (placing("rn"), "b", r"engine e0 takes nothing of 1 parameter\(s\): 'b'\. .* ignore=\('b',\)"),
+        (placing("rp", [(1, 2, 0)]), "b", r"engine e0 takes 2 of the 3 elements of 'b', which has shape \[3\]"),
+        (placing("rr", unset=["c"], not_synced=["c"]), "c", r"engine e0 was started with random weights .*: 'c'\."),
+    ],
+    ids=["nothing", "a part", "random"],
+)
+def test_worker_that_would_not_compute_what_was_sent_is_refused(make_client, make_engine, placed, param, text, verify):
+    """Before a byte moves, whatever is verified: the error names engine and parameter, and no worker is told to go."""
+    client = make_client()
+    engine = make_engine(client, verify=verify)
+    client.workers[0].placed = placed
+    with pytest.raises(PlanError, match=text) as caught:
+        engine.send_weights()
+    assert (caught.value.engine, caught.value.param, caught.value.outcome) == ("e0", param, Outcome.UNCHANGED)
+    assert Go not in [type(message) for message in client.workers[0].heard]
+
+
+def test_random_weights_may_remain_where_cover_is_not_checked(make_client, make_engine):
+    """A trainer that sends parts on purpose says so."""
+    client = make_client()
+    engine = make_engine(client, check_cover=False)
+    client.workers[0].placed = placing("rr", unset=["c"], not_synced=["c"])
+    assert engine.send_weights().not_synced == ("c",)
+
+
+def test_what_is_not_synced_is_logged_once_for_each_set(make_client, make_engine, caplog):
+    """The log warns of what the servers have from before; the same again in the next round is no news."""
+    client = make_client()
+    engine = make_engine(client)
+    for _ in range(3):
+        engine.send_weights()
+    warnings = [record.getMessage() for record in caplog.records if "still have from before" in record.getMessage()]
+    assert warnings == [
+        "toy: the servers still have from before 1 parameters or buffers that the trainer does not send: c"
+    ]
+
+
+@pytest.mark.parametrize("verify", ["full", "received"])
+def test_tied_names_with_other_values_are_refused(make_client, make_engine, verify):
+    """A name that the server serves from another one's memory must have come with the same values."""
+    client = make_client()
+    engine = make_engine(client, verify=verify)
+    client.workers[0].placed = placing("rr", takes="an", tied=[[1, 0]])
+    engine.send_weights()  # of another dtype, so that nothing can be told
+    client.workers[0].casts = {"a": "int8"}
+    with pytest.raises(PlanError, match=r"engine e0 ties 'b' to 'a', and the trainer sends other values") as caught:
+        engine.send_weights()
+    assert caught.value.param == "b"
+
+
 def test_placement_counts_until_another_is_said(make_client, make_engine):
     """What a worker has said holds for later rounds of the same parameters; what it says anew replaces it."""
     client = make_client()
-    engine = make_engine(client)
+    engine = make_engine(client, ignore=("b",))
     worker = client.workers[0]
     engine.send_weights()
     engine.send_weights()
-    worker.placed = {"kinds": "wn", "parts": [], "not_in_place": {"fp8": ["layers.0"]}}
+    worker.placed = placing("wn", not_in_place={"fp8": ["layers.0"]})
     worker.digests = lambda: [digest_bytes(worker.received[0])]
     assert engine.send_weights().ignored == ("b",)
     assert engine.send_weights().workers[0].not_in_place == {"fp8": ["layers.0"]}
@@ -1087,11 +1148,11 @@ def test_placement_counts_until_another_is_said(make_client, make_engine):
 def test_placement_of_a_draft_model_is_its_own(make_client, make_engine):
     """Target and draft may have the same parameters, and other places for them: each counts in its own rounds."""
     client = make_client()
-    engine = make_engine(client)
+    engine = make_engine(client, ignore=("b",))
     worker = client.workers[0]
     engine.send_weights()
     client.is_draft = True
-    worker.placed = {"kinds": "rn", "parts": [], "not_in_place": {}}
+    worker.placed = placing("rn")
     whole = worker.digests
     worker.digests = lambda: whole()[:1]
     assert engine.send_weights().ignored == ("b",)

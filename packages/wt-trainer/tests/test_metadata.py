@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from functools import cached_property
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from wt_trainer.metadata import RoundMetadata
 
 
 class Listed(WeightSource):
+    aliases: ClassVar[dict[str, str]] = {}
+
     def __init__(self, *metas):
         self.metas = metas
 
@@ -96,6 +99,8 @@ def test_owner_that_is_no_trainer_rank_is_refused():
         ({"names": ["a", "x", "c"]}, "x", "place 1: expected 'x' float32"),
         ({"shapes": [[3, 2], [], [6]]}, "c", r"int8 \[6\] sent by rank 2 as on rank 0, got 'c' int8 \[5\]"),
         ({"roots": [1, 0, 2]}, "a", "sent by rank 1 as on rank 0, got 'a' .* by rank 0"),
+        ({"aliases": {"x": "a"}}, "x", "alias 'x': expected one of 'a' as on rank 0, got one of None"),
+        ({"optional": [1]}, "b", "'b' is optional on rank 0 only"),
         ({"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[3, 2]], "roots": [0]}, "b", "expected nothing"),
     ],
 )
@@ -107,3 +112,28 @@ def test_difference_names_the_first_parameter(changes, param, how):
     name, text = ours.difference(replace(message, **changes))
     assert name == param
     assert re.search(how, text)
+
+
+@pytest.mark.parametrize("aliases", [{"b": "a"}, {"x": "y"}], ids=["sent as well", "of nothing"])
+def test_alias_that_is_none_is_refused(aliases):
+    """An alias is a name that is not sent, of one that is."""
+    source = Listed(*METAS)
+    source.aliases = aliases
+    with pytest.raises(
+        PlanError, match="expected a name that the source's metadata lacks, for one that it has"
+    ) as caught:
+        RoundMetadata.of(source, 3)
+    assert caught.value.param in aliases
+
+
+def test_aliases_and_optional_parameters_are_part_of_the_metadata():
+    """They are in the message and in the digest; names that match a pattern are optional as buffers are."""
+    source = Listed(replace(METAS[0], optional=True), *METAS[1:])
+    plain = RoundMetadata.of(Listed(*METAS), 3)
+    marked = RoundMetadata.of(source, 3, ["c*", "z"])
+    assert (plain.optional, marked.optional) == ((), (0, 2))
+    source.aliases = {"x": "a"}
+    aliased = RoundMetadata.of(source, 3)
+    assert len({plain.digest, marked.digest, aliased.digest}) == 3
+    message = aliased.message(1)
+    assert (message.aliases, message.optional, message.digest) == ({"x": "a"}, [0], aliased.digest)

@@ -33,7 +33,8 @@ def report():
         ),
         verify="received",
         ignored=("rotary.inv_freq",),
-        covered={"lm_head.weight": "model.embed_tokens.weight"},
+        unknown=("layers.0.a_log",),
+        aliases={"lm_head.weight": "model.embed_tokens.weight"},
         notes=("a cache was not reset",),
     )
 
@@ -48,7 +49,7 @@ def test_report_survives_json(report):
 
 def test_report_without_notes_or_version_survives_json(report):
     """What is empty by default is so again after the wire."""
-    plain = dataclasses.replace(report, notes=(), ignored=(), version=None, workers=())
+    plain = dataclasses.replace(report, notes=(), ignored=(), unknown=(), version=None, workers=())
     assert TransferReport.from_dict(json.loads(json.dumps(plain.to_dict()))) == plain
 
 
@@ -65,8 +66,20 @@ def test_rate_is_payload_over_the_whole_round(report):
 
 
 def test_text_is_one_line_with_what_matters(report):
-    """A report prints as one line: round, outcome, version, size, workers, time, rate."""
-    assert str(report) == "round 3 committed, version v3: 5.0 MB to 2 worker(s) in 25 ms (0.20 GB/s)"
+    """A report prints as one line: round, outcome, version, size, workers, time, rate, and what did not get through."""
+    whole = dataclasses.replace(report, workers=report.workers[1:], ignored=())
+    assert str(whole) == "round 3 committed, version v3: 5.0 MB to 1 worker(s) in 25 ms (0.20 GB/s)"
+    text = "round 3 committed, version v3: 5.0 MB to 2 worker(s) in 25 ms (0.20 GB/s)"
+    assert str(report) == f"{text}; not synced: lm_head.weight; ignored: rotary.inv_freq"
+    many = dataclasses.replace(report, workers=report.workers[1:], ignored=tuple("abcde"))
+    assert str(many).endswith("; ignored: a, b, c and 2 more")
+
+
+def test_what_some_worker_lacks_is_not_synced(report):
+    """Names of several workers are there once, in order."""
+    more = dataclasses.replace(report.workers[1], not_synced=["norm.weight", "lm_head.weight"])
+    both = dataclasses.replace(report, workers=(report.workers[0], more))
+    assert both.not_synced == ("lm_head.weight", "norm.weight")
 
 
 def test_report_cannot_be_changed(report):

@@ -693,7 +693,7 @@ def test_last_words_of_a_round_that_is_over_need_no_answer(session, join):
         peer.send(Ended(round=4, touched=True))
         peer.send(State(round=4, open=True, poisoned=True))
         peer.send(Position(round=4, index=1))
-        peer.send(Placed(round=4, kinds="r", parts=[], not_in_place={}))
+        peer.send(Placed(round=4, takes="a", digested="r", parts=[], not_in_place={}))
         peer.send(Sent(round=4, digests=[1]))
         peer.send(Finishing(round=4))
         assert peer.receive(Abort).round == 4
@@ -707,14 +707,17 @@ def test_what_a_worker_has_placed_is_kept_under_its_parameters(session, join, un
     (worker,) = session.workers
     session.expect_placed(4, "digest", is_draft=False)
     session.expect_placed(5, "digest", is_draft=True)
-    messages = [Placed(round=number, kinds="r" * number, parts=[], not_in_place={}) for number in (3, 4, 5)]
+    messages = [
+        Placed(round=number, takes="a" * number, digested="r" * number, parts=[], not_in_place={})
+        for number in (3, 4, 5)
+    ]
     with session.running(5, WAIT_S) as round_:
         for message in messages:
             peer.send(message)
         until(lambda: len(worker.placed) == 2)
         assert worker.placed == {("digest", False): messages[1], ("digest", True): messages[2]}
         assert round_.posts == {}
-        newer = Placed(round=5, kinds="n", parts=[], not_in_place={})
+        newer = Placed(round=5, takes="n", digested="n", parts=[], not_in_place={})
         peer.send(newer)
         until(lambda: worker.placed["digest", True] == newer)
 

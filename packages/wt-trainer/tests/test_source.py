@@ -187,27 +187,28 @@ class Tied(torch.nn.Module):
 
 
 def test_module_source_declares_each_parameter_once():
-    """Tied parameters come once, under their first name, buffers never; dtypes and shapes are the parameters' own."""
+    """Tied tensors come once, under their first name, persistent buffers too; dtypes and shapes are the tensors' own."""
     assert {each.name: each for each in ModuleSource(Tied()).metadata} == {
         "embed.weight": ParamMeta("embed.weight", torch.float32, (5, 3)),
         "head.bias": ParamMeta("head.bias", torch.float64, (5,)),
         "scale": ParamMeta("scale", torch.float32, ()),
         "none": ParamMeta("none", torch.float32, (0, 4)),
+        "seen": ParamMeta("seen", torch.float32, (1,), optional=True),
     }
 
 
 @pytest.mark.parametrize("iterator", ["iter_full", "iter_local"])
 def test_module_source_yields_what_it_declares(iterator):
-    """Both iterators yield the owned names in metadata order, detached, sharing the parameters' memory."""
+    """Both iterators yield the owned names in metadata order, detached, sharing the module's memory."""
     module = Tied()
     source = ModuleSource(module)
     items = list(getattr(source, iterator)())
     assert [name for name, _ in items] == source.owned_names(0) == source.owned_names(7)
-    parameters = dict(module.named_parameters())
+    tensors = module.state_dict()
     for declared, (name, tensor) in zip(source.metadata, items, strict=True):
         assert (tensor.dtype, tuple(tensor.shape)) == (declared.dtype, declared.shape)
         assert not tensor.requires_grad
-        assert tensor.data_ptr() == parameters[name].data_ptr()
+        assert tensor.data_ptr() == tensors[name].data_ptr()
 
 
 def test_module_source_yields_the_weights_of_the_moment():
@@ -273,12 +274,53 @@ def test_renamed_source_declares_and_yields_the_new_names():
     assert yielded["embed.weight"].data_ptr() == module._orig_mod.embed.weight.data_ptr()
 
 
-def test_tied_names_are_covered_by_the_first():
+def test_tied_names_are_aliases_of_the_first():
     """What is not sent, since another name has the same tensor, is known with that name, also under new names."""
     source = ModuleSource(Fused())
-    assert source.covered_names == {"_orig_mod.head.weight": "_orig_mod.embed.weight"}
-    assert RenamedSource(source, checkpoint_name).covered_names == {"head.weight": "embed.weight"}
-    assert ModuleSource(torch.nn.Linear(1, 1)).covered_names == {}
+    assert source.aliases == {"_orig_mod.head.weight": "_orig_mod.embed.weight"}
+    assert RenamedSource(source, checkpoint_name).aliases == {"head.weight": "embed.weight"}
+    assert ModuleSource(torch.nn.Linear(1, 1)).aliases == {}
+
+
+class Buffered(torch.nn.Module):
+    """Two layers, the first with a persistent buffer and one that is not, which the second has as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(2, 2, bias=False)
+        self.gate.register_buffer("correction", torch.tensor([5.0, -5.0]))
+        self.gate.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.gate.register_buffer("nothing", None)
+        self.head = torch.nn.Linear(2, 2, bias=False)
+        self.head.register_buffer("shared", self.gate.correction)
+
+
+def test_persistent_buffers_stand_at_their_module():
+    """A module's buffers follow its parameters, are optional, and keep those that are no part of a checkpoint out."""
+    module = Buffered()
+    source = ModuleSource(module)
+    assert [meta.name for meta in source.metadata] == ["gate.weight", "gate.correction", "head.weight"]
+    assert [meta.optional for meta in source.metadata] == [False, True, False]
+    assert source.aliases == {"head.shared": "gate.correction"}
+    for iterate in (source.iter_full, source.iter_local):
+        yielded = dict(iterate())
+        assert list(yielded) == source.owned_names(0) == [meta.name for meta in source.metadata]
+        assert yielded["gate.correction"].data_ptr() == module.gate.correction.data_ptr()
+    assert {*yielded, *source.aliases} == module.state_dict().keys()
+
+
+def test_buffers_can_be_left_out():
+    """Then the source has the parameters alone."""
+    source = ModuleSource(Buffered(), buffers=False)
+    assert [meta.name for meta in source.metadata] == ["gate.weight", "head.weight"]
+    assert [name for name, _ in source] == ["gate.weight", "head.weight"]
+    assert source.aliases == {}
+
+
+def test_renamed_buffer_is_optional_too():
+    """Also where it is taken apart."""
+    source = RenamedSource(ModuleSource(Buffered()), lambda name, tensor: [(f"{name}.0", tensor[:1])])
+    assert [meta.optional for meta in source.metadata] == [False, True, False]
 
 
 def test_renamed_shards_are_those_of_the_source():

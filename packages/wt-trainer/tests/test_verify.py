@@ -19,8 +19,9 @@ SENT = [11, 2**64 - 5, 0]
 
 
 def rank_of(kinds, *parts, rank=0, engine="e0"):
-    """A worker rank that has placed `kinds`, and `parts` as (place, elements, key)."""
-    placed = Placed(round=1, kinds=kinds, parts=[list(part) for part in parts], not_in_place={})
+    """A worker rank that digests as `kinds` say, and `parts` as (place, elements, key); it takes what it digests."""
+    takes = kinds.translate(str.maketrans("rw", "aa"))
+    placed = Placed(round=1, takes=takes, digested=kinds, parts=[list(part) for part in parts], not_in_place={})
     return PlacedRank(name=f"worker rank {rank} of engine {engine} (host)", engine=engine, rank=rank, placed=placed)
 
 
@@ -43,8 +44,8 @@ def refusal(placement, digests, sent=SENT):
 @pytest.mark.parametrize(
     ("rank", "text", "param"),
     [
-        (rank_of("rw"), "placed.kinds: expected one for each of the 3 parameters, got 2", None),
-        (rank_of("rwrr"), "placed.kinds: expected one for each of the 3 parameters, got 4", None),
+        (rank_of("rw"), "placed.takes: expected one for each of the 3 parameters, got 2", None),
+        (rank_of("rwrr"), "placed.takes: expected one for each of the 3 parameters, got 4", None),
         (rank_of("rpr", (1, 7, 0)), "placed.parts: expected at most the 6 elements of 'b' in a part, got 7", "b"),
         (
             rank_of("rpr", (1, 2, 0), (1, -1, 1)),
@@ -94,13 +95,6 @@ def test_what_cannot_be_digested_as_installed_is_received_as_well():
     """What is given for another reason comes with what has been found, each once and in order."""
     ranks = [rank_of("ppw", (0, 1, 0), (1, 6, 0))]
     assert placement_of(*ranks, given=[2, 0]).received == [0, 2]
-
-
-def test_parameter_of_which_an_engine_takes_no_byte_is_ignored():
-    """A parameter that no rank of one engine takes is ignored, whatever others do; one without bytes is not."""
-    assert placement_of(rank_of("nrn"), rank_of("nnn", rank=1)).ignored == [0]
-    assert placement_of(rank_of("nrn"), rank_of("rnn", rank=1)).ignored == []
-    assert placement_of(rank_of("rrr"), rank_of("rnr", engine="e1")).ignored == [1]
 
 
 # --- before the verdict ----------------------------------------------------------------------------------------

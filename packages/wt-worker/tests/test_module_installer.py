@@ -1,11 +1,13 @@
 """Writing into a plain module: by name, or as its own loader says."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from wt_common import PlanError
 from wt_common.packing import plan_groups
-from wt_common.session import Metadata, metadata_digest
+from wt_common.session import Metadata
 from wt_worker.installers.base import InstallResult
 from wt_worker.installers.module import ModuleInstaller
 from wt_worker.placement.inbox import Arrival
@@ -26,7 +28,7 @@ def model():
     model.head.weight = model.embed.weight
     model.norm = parameter(3, dtype=torch.bfloat16)
     model.steps = parameter(dtype=torch.int64)
-    model.register_buffer("cache", torch.zeros(5))
+    model.register_buffer("cache", torch.zeros(5), persistent=False)
     return model
 
 
@@ -62,15 +64,12 @@ def announced(tensors):
 
 def prepare(installer, metadata):
     """What the engine calls: the metadata, and the digest that names them."""
-    rows = zip(
-        metadata.names, metadata.dtype_names, map(tuple, metadata.shapes), [0] * len(metadata.names), strict=True
-    )
-    return installer.prepare(metadata, metadata_digest(rows))
+    return installer.prepare(metadata, metadata.digest)
 
 
-def send(installer, tensors, *, max_bytes=64):
+def send(installer, tensors, *, max_bytes=64, announcement=None):
     """A round up to its `finish`, whose result is returned: what the engine does with the bytes of `tensors`."""
-    announcement = announced(tensors)
+    announcement = announcement or announced(tensors)
     prepare(installer, announcement)
     installer.begin()
     dtypes = [tensor.dtype for tensor in tensors.values()]
@@ -115,8 +114,6 @@ def test_fitting_round_passes(installer, model):
 @pytest.mark.parametrize(
     ("changes", "param", "text"),
     [
-        ({"extra": ("float32", [2])}, "extra", "'extra': the model has none of this name"),
-        ({"cache": ("float32", [5])}, "cache", "'cache': the model has none of this name"),
         ({"norm": ("bfloat16", [3, 1])}, "norm", r"'norm': the model has shape \[3\], the trainer sends \[3, 1\]"),
         ({"steps": ("int64", [1])}, "steps", r"'steps': the model has shape \[\], the trainer sends \[1\]"),
         ({"norm": ("float99", [3])}, "norm", "'norm': torch has no dtype 'float99'"),
@@ -131,7 +128,7 @@ def test_fitting_round_passes(installer, model):
             r"does not send 3 of .*\['steps', 'embed.weight', 'head.weight'\]",
         ),
     ],
-    ids=["name", "buffer", "shape", "0-dim", "dtype", "no dtype", "to int", "from int", "ints", "missing", "tied"],
+    ids=["shape", "0-dim", "dtype", "no dtype", "to int", "from int", "ints", "missing", "tied"],
 )
 def test_round_that_does_not_fit_is_refused(installer, changes, param, text):
     """A name, shape or dtype without a place, and a parameter without a value, are PlanErrors that name the parameter."""
@@ -162,11 +159,65 @@ def test_tied_parameter_may_come_under_any_of_its_names(installer, model):
 
 
 def test_missing_parameters_pass_with_the_cover_check_off(model):
-    """A round that leaves parameters out is taken where that was asked for; what has no place is still refused."""
+    """A round that leaves parameters out is taken where that was asked for; they are told as not synced."""
     installer = ModuleInstaller(model, check_cover=False)
-    prepare(installer, metadata(norm=None))
-    with pytest.raises(PlanError, match="none of this name"):
-        prepare(installer, metadata(extra=("float32", [1])))
+    assert prepare(installer, metadata(norm=None)).not_synced == ("norm",)
+
+
+def test_name_that_the_model_lacks_takes_nothing(installer, model):
+    """Whether that may be is the trainer's to say; a buffer that no checkpoint has is such a name, too."""
+    tensors = {**full_round(), "extra": torch.ones(2), "cache": torch.ones(5)}
+    prepared = prepare(installer, announced(tensors))
+    taken = {name.name: bool(name.copies) for name in prepared.binding.plan.names}
+    assert taken == {"embed.weight": True, "norm": True, "steps": True, "extra": False, "cache": False}
+    send(installer, tensors)
+    assert torch.equal(model.norm, tensors["norm"])
+    assert not model.cache.any()
+
+
+def test_persistent_buffers_are_written_and_told(model):
+    """A buffer of the checkpoint is written as a parameter is; a round that leaves it out is taken, and tells so."""
+    model.register_buffer("bias", torch.zeros(3))
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    installer = ModuleInstaller(model)
+    assert send(installer, full_round()) == InstallResult(not_synced=("bias", "count"))
+    tensors = {**full_round(), "bias": torch.tensor([5.0, -5.0, 5.0]), "count": torch.tensor(3)}
+    assert prepare(installer, announced(tensors)).not_in_place == {}
+    assert send(installer, tensors) == InstallResult(not_synced=())
+    assert torch.equal(model.bias, tensors["bias"])
+    assert model.count.item() == 3
+
+
+def test_alias_fills_a_tensor_of_its_own(model):
+    """A model that does not tie what the trainer ties gets the same bytes in both, in place or not."""
+    model.head.weight = parameter(4, 2)
+    for cut in (None, 5):  # a model of its own loader, whose pairs go through it, where cut
+        if cut:
+            model.load_weights = lambda pairs: [_load_reading(model, *pair) for pair in pairs]
+        installer = ModuleInstaller(model)
+        tensors = {name: tensor * 2 for name, tensor in full_round().items()}
+        announcement = announced(tensors)
+        aliased = dataclasses.replace(announcement, aliases={"head.weight": "embed.weight"})
+        assert send(installer, tensors, announcement=aliased) == InstallResult(not_synced=())
+        assert torch.equal(model.head.weight, tensors["embed.weight"])
+        assert torch.equal(model.embed.weight, tensors["embed.weight"])
+        assert model.head.weight.data_ptr() != model.embed.weight.data_ptr()
+        assert bool(prepare(installer, aliased).not_in_place) is bool(cut)
+
+
+def _load_reading(model, name, tensor):
+    """A loader that looks at values, so that nobody can follow it."""
+    if tensor.numel() and bool(tensor.isnan().any()):
+        raise ValueError("not a number")
+    model.get_parameter(name).data.copy_(tensor)
+
+
+def test_alias_of_what_is_tied_here_too_changes_nothing(installer, model):
+    """It is neither cover counted twice nor a second write."""
+    aliased = dataclasses.replace(metadata(), aliases={"head.weight": "embed.weight", "nowhere": "norm"})
+    prepared = prepare(installer, aliased)
+    assert (prepared.not_in_place, prepared.not_synced) == ({}, ())
+    assert [name.aliases for name in prepared.binding.plan.names] == [(), (), ()]
 
 
 def test_cover_check_that_is_turned_on_later_counts(model):
@@ -448,6 +499,39 @@ def test_parameter_that_the_loader_never_writes_is_missing():
         prepare(ModuleInstaller(model), announced(fused_round()))
     result = send(ModuleInstaller(model, check_cover=False), fused_round())
     assert result == InstallResult(not_synced=("norm",))
+
+
+def test_optional_name_and_alias_that_a_loader_does_not_know():
+    """Nothing is taken of them, and all else goes as if they had not come; a wrong shape is an error all the same."""
+    tensors = {**fused_round(), "bias": torch.ones(3), "scale": torch.ones(2)}
+    known = dataclasses.replace(announced(tensors), optional=[3, 4], aliases={"z": "q"})
+    model = fused_model()
+    installer = ModuleInstaller(model)
+    prepared = prepare(installer, known)
+    assert [bool(name.copies) for name in prepared.binding.plan.names] == [True, True, True, False, False]
+    assert send(installer, tensors, announcement=known) == InstallResult(not_synced=())
+    assert torch.equal(model.qkv, torch.cat([tensors[name] for name in "qkv"]))
+    with pytest.raises(PlanError, match="KeyError"):
+        prepare(installer, dataclasses.replace(known, optional=[3]))
+    wrong = {**fused_round(), "k": torch.ones(2, 5)}
+    with pytest.raises(PlanError, match="RuntimeError"):
+        prepare(installer, dataclasses.replace(announced(wrong), optional=[1]))
+
+
+def test_buffer_that_the_loader_would_fill_is_not_synced():
+    """Of a model with a loader of its own, a buffer that it takes from a checkpoint is missed; one that it does not know is not."""
+
+    def load(model, name, tensor):
+        load_fused(model, name, tensor) if name in "qkv" else {"bias": model.bias}[name].copy_(tensor)
+
+    model = Loaded(load, qkv=torch.zeros(8, 3))
+    model.register_buffer("bias", torch.zeros(3))
+    model.register_buffer("scale", torch.zeros(3))
+    installer = ModuleInstaller(model)
+    assert send(installer, fused_round()) == InstallResult(not_synced=("bias",))
+    assert send(installer, {**fused_round(), "bias": torch.ones(3)}) == InstallResult(not_synced=())
+    assert model.bias.all()
+    assert not model.scale.any()
 
 
 @pytest.mark.parametrize(

@@ -77,21 +77,23 @@ def tp_rank(index):
     )
 
 
-# --- kinds -----------------------------------------------------------------------------------------------------
+# --- what is taken, and digested -----------------------------------------------------------------------------------------------
 
 
-def test_kinds_of_a_shard():
+def test_what_a_shard_takes():
     """Parts where a rank has parts, the whole where it has all, and nothing where it has nothing."""
     first, second = tp_rank(0).shares(), tp_rank(1).shares()
-    assert (first.kinds, second.kinds) == ("ppww", "ppwn")
+    assert (first.digested, second.digested) == ("ppww", "ppwn")
+    assert (first.takes, second.takes) == ("ppaa", "ppan")
     assert [part[:2] for part in first.parts] == [part[:2] for part in second.parts] == [[0, 6], [1, 10]]
 
 
 @pytest.mark.parametrize("verify", ["received", "off"])
 def test_only_full_verification_looks_at_what_is_installed(verify):
-    """Otherwise every digest, if any, is over the bytes that came, on every rank alike."""
-    shares = tp_rank(1).shares(verify)
-    assert (shares.kinds, shares.parts) == ("rrrr", [])
+    """Otherwise every digest, if any, is over the bytes that came, on every rank alike; what is taken is told all the same."""
+    shares, full = tp_rank(1).shares(verify), tp_rank(1).shares()
+    assert shares.digested == "rrrr"
+    assert (shares.takes, shares.parts) == (full.takes, full.parts)
     assert shares.received([]) == {0, 1, 2, 3}
 
 
@@ -100,7 +102,7 @@ def test_what_is_not_in_place_is_digested_as_received():
     rank = Rank(
         by_name, {"a": torch.zeros(2), "b": torch.zeros(2)}, [("a", F32, (2,)), ("b", F32, (2,))], in_place=["b"]
     )
-    assert rank.shares().kinds == "rw"
+    assert rank.shares().digested == "rw"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_what_is_not_in_place_is_digested_as_received():
 def test_installed_bytes_count_only_in_the_dtype_that_comes(declared, casts, kind):
     """A parameter that is cast here holds other bytes than were sent; one that the sender casts, as it was asked to, does not."""
     rank = Rank(by_name, {"w": torch.zeros(3)}, [("w", declared, (3,))], casts=casts)
-    assert rank.shares().kinds == kind
+    assert rank.shares().digested == kind
 
 
 def test_parameter_that_goes_to_one_other_dtype_is_received():
@@ -127,7 +129,9 @@ def test_parameter_that_goes_to_one_other_dtype_is_received():
         for tensor in tensors.values():
             tensor.copy_(value)
 
-    assert Rank(load, {"a": torch.zeros(3), "b": torch.zeros(3, dtype=BF16)}, [("w", F32, (3,))]).shares().kinds == "r"
+    assert (
+        Rank(load, {"a": torch.zeros(3), "b": torch.zeros(3, dtype=BF16)}, [("w", F32, (3,))]).shares().digested == "r"
+    )
 
 
 def twice(tensors, name, value):
@@ -152,19 +156,19 @@ def overlap(tensors, name, value):
 
 @pytest.mark.parametrize(
     ("load", "size", "kind", "num_parts"),
-    [(halves, 2, "w", 0), (twice, 4, "p", 2), (half_twice, 2, "p", 2), (overlap, 3, "p", 2)],
+    [(halves, 2, "aw", 0), (twice, 4, "ap", 2), (half_twice, 2, "pp", 2), (overlap, 3, "ap", 2)],
     ids=["halves", "twice", "half twice", "overlap"],
 )
 def test_parts_that_are_each_element_once_are_the_whole(load, size, kind, num_parts):
     """Then their digests add up to the whole's here already; of elements that are here twice each part is told."""
     shares = Rank(load, {"a": torch.zeros(size), "b": torch.zeros(size)}, [("w", F32, (4,))]).shares()
-    assert (shares.kinds, len(shares.parts)) == (kind, num_parts)
+    assert (shares.takes + shares.digested, len(shares.parts)) == (kind, num_parts)
 
 
 def test_parameter_without_elements():
     """It belongs everywhere, as a whole; its digest is that of no bytes."""
     rank = Rank(by_name, {"w": torch.zeros(0, 3)}, [("w", F32, (0, 3))], in_place=[])
-    assert rank.shares().kinds == "w"
+    assert rank.shares().digested == "w"
     assert rank.shares().digests({}, rank.prepared.binding) == [0]
 
 
@@ -172,7 +176,7 @@ def test_name_that_the_model_ignores():
     """No byte of it belongs here, so there is nothing to digest."""
     rank = Rank(lambda *_: None, {"w": torch.zeros(2)}, [("rotary", F32, (2,))])
     shares = rank.shares()
-    assert (shares.kinds, shares.digests({}, rank.prepared.binding)) == ("n", [])
+    assert (shares.takes, shares.digested, shares.digests({}, rank.prepared.binding)) == ("n", "n", [])
 
 
 # --- the message -----------------------------------------------------------------------------------------------
@@ -183,7 +187,8 @@ def test_message():
     shares = tp_rank(0).shares()
     message = shares.message(7)
     assert isinstance(message, Placed)
-    assert (message.round, message.kinds, message.parts) == (7, shares.kinds, shares.parts)
+    assert (message.round, message.takes, message.digested) == (7, shares.takes, shares.digested)
+    assert message.parts == shares.parts
     assert message.not_in_place == {"packed": ["layer"]}
     assert [place for place, _, _ in message.parts] == [0, 1]
 
@@ -223,7 +228,7 @@ def test_received_digests_stand_at_their_places():
     )
     rank.write(values)
     shares = rank.shares()
-    assert shares.kinds == "rwrw"
+    assert shares.digested == "rwrw"
     assert shares.received([]) == {0, 2}
     expected = [11, digest_of(values["b"]), 22, digest_of(values["d"])]
     assert shares.digests({0: 11, 2: 22}, rank.prepared.binding) == expected
@@ -234,7 +239,7 @@ def test_sender_may_ask_for_received_bytes():
     rank = tp_rank(1)
     rank.write(SENT)
     shares = rank.shares()
-    assert shares.kinds == "ppwn"
+    assert shares.digested == "ppwn"
     assert shares.received([0, 2, 3]) == {0, 2, 3}
     plain = shares.digests({}, rank.prepared.binding)
     assert shares.digests({0: 11, 2: 22, 3: 33}, rank.prepared.binding) == [11, plain[1], 22, 33]
@@ -265,10 +270,19 @@ def test_plan_of_nothing(verify):
     """A round without parameters has no digests."""
     prepared = Prepared(binding=Binding(Plan((), ()), {}, ()))
     shares = Shares.of(prepared, verify)
-    assert (shares.kinds, shares.parts, shares.digests({}, prepared.binding)) == ("", [], [])
+    assert (shares.digested, shares.parts, shares.digests({}, prepared.binding)) == ("", [], [])
 
 
 def test_unplanned_name_is_received():
     """A name with a problem has no landings, and its bytes go to the loader."""
     plan = Plan((NamePlan("w", "float32", (2,), (), "aten.exp"),), ())
-    assert Shares.of(Prepared(binding=Binding(plan, {}, ())), "full").kinds == "r"
+    shares = Shares.of(Prepared(binding=Binding(plan, {}, ())), "full")
+    assert (shares.takes, shares.digested) == ("u", "r")
+
+
+def test_what_is_not_synced_is_told():
+    """With it, what of it has had random values since the server's start, and which names share memory, by their places."""
+    rank = Rank(by_name, {"a": torch.zeros(2)}, [("a", F32, (2,)), ("b", F32, (2,))][:1])
+    prepared = Prepared(binding=rank.prepared.binding, not_synced=("x", "y"), tied={"a": "a"})
+    message = Shares.of(prepared, "full", unset={"y", "z"}).message(1)
+    assert (message.not_synced, message.unset, message.tied) == (["x", "y"], ["y"], [[0, 0]])

@@ -7,7 +7,7 @@ import json
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from wt_worker.placement.plan import Box, Copy, Plan
 from wt_worker.placement.trace import Target, TraceError, trace
@@ -402,6 +402,7 @@ def apply_steps(steps, parameters, pairs):
             region.copy_(moves[way](values[name]))
 
 
+@settings(deadline=None)  # a busy machine takes any time
 @given(loaders())
 def test_replay_equals_load(case):
     """For random trees of fused, sliced, stacked, transposed and filled parameters."""

@@ -22,10 +22,11 @@ import secrets
 import struct
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from wt_common.errors import TransportError
@@ -175,6 +176,9 @@ class Hello(Message):
     that an earlier sender has paused the server and not said that it resumed it; `can_sleep` that weights may leave its memory
     between rounds, as far as it knows. `settings` are what all members of a
     communicator must have alike, as far as the backend knows.
+
+    `load_format` says how the server got its first weights, where that is known; with `dummy` they are random. Engines with
+    the same `shares_model`, unless that is empty, hold one model together: each has some of its experts.
     """
 
     type = "hello"
@@ -192,6 +196,8 @@ class Hello(Message):
     held: bool = False
     can_sleep: bool = True
     settings: dict[str, str] = field(default_factory=dict)
+    load_format: str = ""
+    shares_model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,43 +259,72 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed(Message):
-    """C, a worker, before its `Ready`: what its digests of this round's parameters will be over. Sent when new, else as before.
+    """C, a worker, before its `Ready`: where this round's parameters go on this rank. Sent when new, else as before.
 
-    `kinds` has one character for each parameter of the metadata:
+    `takes` has one character for each parameter of the metadata: what of it this rank's model takes.
+
+    * `a`: all of it.
+    * `p`: the parts that `parts` lists.
+    * `n`: nothing.
+    * `u`: unknown; the model's loader decides, in a way that was not followed.
+
+    `digested` has one as well: what this rank's digests are over.
 
     * `r`: the bytes received.
     * `w`: the whole parameter, as installed.
-    * `p`: the parts of it that this rank has, as installed: those that `parts` lists for it, a digest for each.
-    * `n`: nothing; no byte of it belongs on this rank.
+    * `p`: the parts that `parts` lists, as installed, a digest for each.
+    * `n`: nothing.
 
     `parts` has (place in the metadata, number of elements, key) of each part in order. Parts of one parameter with the same
     key are the same elements of it, on whichever rank.
 
-    `not_in_place` names the model's layers that are not written in place, by the reason.
+    `tied` has pairs of places: this rank serves the first parameter, of which it takes nothing, from the memory of the second.
+
+    `not_in_place` names the model's layers that are not written in place, by the reason. `not_synced` names the model's
+    parameters and checkpoint buffers that the round does not write, as far as that is known before it, and `unset` those of
+    them that still have the random values with which the server was started.
     """
 
     type = "placed"
     round: int
-    kinds: str
+    takes: str
+    digested: str
     parts: list[list[int]]
     not_in_place: dict[str, list[str]]
+    tied: list[list[int]] = field(default_factory=list)
+    not_synced: list[str] = field(default_factory=list)
+    unset: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not set(self.kinds) <= set("rwpn"):
-            raise ValueError(f"Placed.kinds: expected the characters r, w, p and n, got {self.kinds!r:.80}")
-        listed = [place for place, kind in enumerate(self.kinds) if kind == "p"]
+        if not set(self.takes) <= set("apnu"):
+            raise ValueError(f"Placed.takes: expected the characters a, p, n and u, got {self.takes!r:.80}")
+        if not set(self.digested) <= set("rwpn"):
+            raise ValueError(f"Placed.digested: expected the characters r, w, p and n, got {self.digested!r:.80}")
+        if len(self.takes) != len(self.digested):
+            raise ValueError(
+                f"Placed.digested: expected as many characters as takes has, {len(self.takes)}, got {len(self.digested)}"
+            )
+        listed = [place for place, both in enumerate(zip(self.takes, self.digested, strict=True)) if "p" in both]
         if any(len(part) != 3 for part in self.parts) or sorted({part[0] for part in self.parts}) != listed:
             raise ValueError(
-                "Placed.parts: expected triples, at least one for each parameter of kind p and none for others"
+                "Placed.parts: expected triples, at least one for each parameter that is taken or digested in parts and none "
+                "for others"
             )
         if any(one[0] > other[0] for one, other in pairwise(self.parts)):
             raise ValueError("Placed.parts: expected the order of the metadata")
+        places = range(len(self.takes))
+        if any(len(pair) != 2 or pair[0] not in places or pair[1] not in places for pair in self.tied):
+            raise ValueError(f"Placed.tied: expected pairs of places below {len(places)}, got {self.tied!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata(Message):
-    """L: names, dtypes (`"bfloat16"`, as in `str(torch_dtype)` after the dot) and full shapes, in the order of sending."""
+    """L: names, dtypes (`"bfloat16"`, as in `str(torch_dtype)` after the dot) and full shapes, in the order of sending.
+
+    `aliases` has further names of parameters, each with the name under which the parameter is sent: the trainer's model has one
+    tensor under both. `optional` has the places of the parameters that a model need not have.
+    """
 
     type = "metadata"
     round: int
@@ -297,6 +332,8 @@ class Metadata(Message):
     dtype_names: list[str]
     shapes: list[list[int]]
     roots: list[int] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    optional: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -306,6 +343,20 @@ class Metadata(Message):
                 f"metadata lists differ in length: names {len(self.names)}, dtype_names {len(self.dtype_names)}, "
                 f"shapes {len(self.shapes)}, roots {len(self.roots)}"
             )
+        if self.aliases:
+            names = set(self.names)
+            wrong = [alias for alias, name in self.aliases.items() if alias in names or name not in names]
+            if wrong:
+                raise ValueError(f"Metadata.aliases: expected new names of listed parameters, got {wrong[0]!r}")
+        if any(not 0 <= place < len(self.names) for place in self.optional):
+            raise ValueError(f"Metadata.optional: expected places below {len(self.names)}, got {self.optional!r:.80}")
+
+    @property
+    def digest(self) -> str:
+        """What names these metadata; the round's number is not in it."""
+        roots = self.roots or [0] * len(self.names)
+        rows = zip(self.names, self.dtype_names, map(tuple, self.shapes), roots, strict=True)
+        return metadata_digest(rows, self.aliases, self.optional)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,7 +440,8 @@ class Enter(Message):
 class Installed(Message):
     """C: the model holds the round's weights and could serve them.
 
-    `num_bytes` is what this rank received, `buffer_bytes` what it took for that, beside the model's own memory.
+    `num_bytes` is what this rank received, `buffer_bytes` what it took for that, beside the model's own memory. `not_synced`
+    names what of the model was not written, now that it is known.
     """
 
     type = "installed"
@@ -608,10 +660,14 @@ class FrameDecoder:
         return decode_message(body)
 
 
-def metadata_digest(rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
-    """SHA-256, in hex, over (name, dtype name, shape, root) of every parameter in order."""
+def metadata_digest(
+    rows: Iterable[tuple[str, str, tuple[int, ...], int]],
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    optional: Iterable[int] = (),
+) -> str:
+    """SHA-256, in hex, over (name, dtype name, shape, root) of every parameter in order, aliases, and places of optional ones."""
     digest = hashlib.sha256()
-    for row in rows:
+    for row in (*rows, sorted(aliases.items()), sorted(optional)):
         digest.update(json.dumps(row, separators=(",", ":")).encode() + b"\n")
     return digest.hexdigest()
 

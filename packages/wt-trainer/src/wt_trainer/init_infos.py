@@ -21,7 +21,11 @@ class SessionFields:
         master_port: port to listen on; None takes a free one.
         world_size: 1 + all worker ranks, which is then checked; None takes as many as the servers say they have.
         timeout_s: seconds for a whole round, and for the init; the client's own timeout, if shorter, wins.
-        check_cover: refuse a round that would leave a layer of a model partly loaded.
+        check_cover: refuse a round that would leave a layer of a model partly loaded, or random values in a server that was
+            started with `--load-format dummy`.
+        ignore: patterns, as of `fnmatch`, of the parameters that an inference model may lack, such as `("visual.*",)` for a
+            server without its vision tower. Any other parameter of which no worker takes a byte is a PlanError. The same on
+            every trainer rank.
         verify: which bytes must have the digests of those that were sent before a round commits; the same on every trainer rank.
             `"full"`: those in the model's own memory, of every parameter that the worker writes in place, and those received of
             all others, which a loader then changes in ways of its own. It proves that the model has what was sent, and costs each
@@ -46,6 +50,7 @@ class SessionFields:
     world_size: int | None = None
     timeout_s: float = field(default=300.0, kw_only=True)
     check_cover: bool = field(default=True, kw_only=True)
+    ignore: tuple[str, ...] = field(default=(), kw_only=True)
     verify: str = field(default="full", kw_only=True)
     process_group: Any = field(default=None, kw_only=True, repr=False)
     session_secret: str | None = field(default=None, kw_only=True, repr=False)
@@ -66,6 +71,12 @@ class SessionFields:
             raise ConfigurationError(
                 f"verify: expected one of {', '.join(map(repr, VERIFY))}, got {self.verify!r}", side="trainer"
             )
+        patterns: Any = self.ignore
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigurationError(
+                f"ignore: expected patterns, such as ('visual.*',), got {self.ignore!r}", side="trainer"
+            )
+        self.ignore = tuple(self.ignore)
         if self.num_trainer_ranks is not None and self.num_trainer_ranks < 1:
             raise ConfigurationError(
                 f"num_trainer_ranks: expected at least 1, got {self.num_trainer_ranks}", side="trainer"

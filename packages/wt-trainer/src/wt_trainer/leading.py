@@ -40,6 +40,7 @@ from wt_trainer.round import Call, Round
 from wt_trainer.session import Peer, Session, local_address_towards
 from wt_trainer.session_engine import SessionEngine, TInfo, as_ours
 from wt_trainer.source import WeightSource
+from wt_trainer.takes import Takes, check_takes, check_tied
 from wt_trainer.threads import run_in_thread
 from wt_trainer.verify import PlacedRank, Placement, sent_digests
 
@@ -59,7 +60,7 @@ class LeadingEngine(SessionEngine[TInfo]):
     def __init__(self, init_info: TInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None) -> None:
         super().__init__(init_info, client=client, source=source)
         self._session: Session | None = None
-        self._placement: Placement | None = None  # of the last round
+        self._placed: tuple[Placement, Takes] | None = None  # of the last round
         self._check_open = True  # whether a worker may have an update open: until a round has ended well
         self._takes_version = (
             True  # whether the client's finish call takes a version; looked up once, which costs 0.1 ms
@@ -215,7 +216,7 @@ class LeadingEngine(SessionEngine[TInfo]):
         with round_.timed("update"):
             self._get_ahead(session, round_, metadata)
             casts, cast_there = self._agree_on_metadata(session, round_, workers, metadata, call)
-            placement = self._place(workers, metadata, cast_there)
+            placement, takes = self._place(workers, metadata, cast_there)
             received = placement.received if self._verifies else []
             num_bytes = self._transmit(session, round_, metadata, casts, received)
             installed = round_.collect(Installed, workers, call)
@@ -227,10 +228,10 @@ class LeadingEngine(SessionEngine[TInfo]):
                 self._commit(session, round_, metadata)
             finishing = round_.collect(Finishing, workers, call)
             if self._verifies:
-                self._check_digests(session, round_, metadata, placement, finishing)
+                self._check_digests(session, round_, metadata, casts, placement, finishing)
                 self._commit(session, round_, metadata)
             reset_notes = self._serving.resetting_caches(round_)
-            report = self._report(round_, version, metadata, placement, installed, len(casts), num_bytes)
+            report = self._report(round_, version, metadata, placement, takes, installed, len(casts), num_bytes)
             call.join()
         self._check_open = False
         self._end_transfer(failed=False)
@@ -254,6 +255,7 @@ class LeadingEngine(SessionEngine[TInfo]):
         version: str | None,
         metadata: RoundMetadata,
         placement: Placement,
+        takes: Takes,
         installed: dict[tuple[str, str, int], Installed],
         num_cast: int,
         num_bytes: int,
@@ -273,8 +275,9 @@ class LeadingEngine(SessionEngine[TInfo]):
             ),
             verify=self._fields.verify,
             buffer_bytes=round_.buffer_bytes,
-            ignored=tuple(metadata.names[place] for place in placement.ignored),
-            covered=metadata.covered,
+            ignored=tuple(metadata.names[place] for place in takes.ignored),
+            unknown=tuple(metadata.names[place] for place in takes.unknown),
+            aliases=metadata.aliases,
         )
 
     def _compare_sources(self, session: Session, round_: Round, metadata: RoundMetadata) -> None:
@@ -307,8 +310,12 @@ class LeadingEngine(SessionEngine[TInfo]):
         differing = {name for post in ready.values() for name in post.casts.keys() - casts.keys()}
         return casts, [place for place, name in enumerate(metadata.names) if name in differing] if differing else []
 
-    def _place(self, workers: list[Peer], metadata: RoundMetadata, cast_there: list[int]) -> Placement:
-        """Where the digests belong that the workers will post: as each has said before its `Ready`, or in an earlier round."""
+    def _place(self, workers: list[Peer], metadata: RoundMetadata, cast_there: list[int]) -> tuple[Placement, Takes]:
+        """Where the workers' digests belong, and what they take, as each has said before its `Ready` or in an earlier round.
+
+        Raises:
+            PlanError: they do not take what is announced; see `check_takes`. No byte has moved.
+        """
         key = metadata.digest, self._is_draft
         for peer in workers:
             if key not in peer.placed:
@@ -319,21 +326,30 @@ class LeadingEngine(SessionEngine[TInfo]):
                     rank=peer.hello.rank,
                 )
         ranks = [
-            PlacedRank(name=str(peer), engine=peer.hello.engine, rank=peer.hello.rank, placed=peer.placed[key])
+            PlacedRank(
+                name=str(peer),
+                engine=peer.hello.engine,
+                rank=peer.hello.rank,
+                placed=peer.placed[key],
+                shares_model=peer.hello.shares_model,
+            )
             for peer in workers
         ]
-        known = self._placement
-        if known is None or (known.names, known.ranks, known.given) != (metadata.names, ranks, cast_there):
-            self._placement = known = Placement(
-                ranks, names=metadata.names, num_elements=metadata.num_elements, given=cast_there
-            )
-        return known
+        if self._placed is not None:
+            placement, takes = self._placed
+            if (placement.names, placement.ranks, placement.given) == (metadata.names, ranks, cast_there):
+                return self._placed
+        placement = Placement(ranks, names=metadata.names, num_elements=metadata.num_elements, given=cast_there)
+        takes = check_takes(ranks, metadata, check_cover=self._fields.check_cover)
+        self._placed = placement, takes
+        return self._placed
 
     def _check_digests(
         self,
         session: Session,
         round_: Round,
         metadata: RoundMetadata,
+        casts: dict[str, str],
         placement: Placement,
         finishing: dict[tuple[str, str, int], Finishing],
     ) -> None:
@@ -341,8 +357,10 @@ class LeadingEngine(SessionEngine[TInfo]):
         roots = _other_roots(session, metadata)
         sent = round_.collect(Sent, roots)
         others = {peer.hello.rank: (str(peer), sent[peer.key].digests) for peer in roots}
+        digests = sent_digests(metadata.roots, round_.digests, others)
+        check_tied(placement.ranks, metadata, casts, digests)
         placement.check(
-            sent_digests(metadata.roots, round_.digests, others),
+            digests,
             {(engine, rank): post.digests for (_, engine, rank), post in finishing.items()},
         )
 

@@ -102,6 +102,14 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
             self._round_source = self.source
             self._in_send.release()
         logger.info("%s: %s", self.backend, report)
+        if report.not_synced and report.not_synced not in self._told_not_synced:
+            self._told_not_synced.add(report.not_synced)
+            logger.warning(
+                "%s: the servers still have from before %d parameters or buffers that the trainer does not send: %s",
+                self.backend,
+                len(report.not_synced),
+                ", ".join(report.not_synced),
+            )
         return report
 
     def shutdown(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
@@ -20,6 +22,8 @@ __all__ = ["RoundMetadata"]
 class RoundMetadata:
     """Names, dtypes, full shapes and sizes of a round's parameters, and the trainer rank (root) that sends each.
 
+    `aliases` are as in `WeightSource`; `optional` has the places of parameters that a worker need not take.
+
     Computed once: a source's metadata does not change. `digest` names it from the second round on.
     """
 
@@ -28,14 +32,13 @@ class RoundMetadata:
     shapes: tuple[tuple[int, ...], ...]
     sizes_bytes: tuple[int, ...]
     roots: tuple[int, ...]
-    covered: dict[str, str] = field(
-        default_factory=dict, compare=False
-    )  # see `WeightSource.covered_names`; not on the wire
+    aliases: dict[str, str] = field(default_factory=dict)
+    optional: tuple[int, ...] = ()
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
         rows = zip(self.names, self.dtype_names, self.shapes, self.roots, strict=True)
-        object.__setattr__(self, "digest", metadata_digest(rows))
+        object.__setattr__(self, "digest", metadata_digest(rows, self.aliases, self.optional))
 
     @cached_property
     def num_elements(self) -> tuple[int, ...]:
@@ -49,11 +52,13 @@ class RoundMetadata:
         return tuple(known[name] for name in self.dtype_names)
 
     @classmethod
-    def of(cls, source: WeightSource, num_ranks: int) -> RoundMetadata:
+    def of(cls, source: WeightSource, num_ranks: int, ignore: Sequence[str] = ()) -> RoundMetadata:
         """The metadata of `source` on a trainer of `num_ranks`. A parameter's first owner sends it, rank 0 if all own it.
 
+        Those whose names match one of the patterns `ignore` are optional, too.
+
         Raises:
-            PlanError: there is no parameter, a name comes twice, or an owner is no trainer rank.
+            PlanError: there is no parameter, a name comes twice, an alias is of no parameter, or an owner is no trainer rank.
         """
         metas = list(source.metadata)
         names = tuple(meta.name for meta in metas)
@@ -71,13 +76,26 @@ class RoundMetadata:
                     side=Side.TRAINER,
                     param=meta.name,
                 )
+        aliases = dict(source.aliases)
+        for alias, name in aliases.items():
+            if alias in names or name not in names:
+                raise PlanError(
+                    f"alias {alias!r} of {name!r}: expected a name that the source's metadata lacks, for one that it has",
+                    side=Side.TRAINER,
+                    param=alias,
+                )
         return cls(
             names=names,
             dtype_names=tuple(str(meta.dtype).rpartition(".")[2] for meta in metas),
             shapes=tuple(meta.shape for meta in metas),
             sizes_bytes=tuple(meta.num_bytes for meta in metas),
             roots=tuple(0 if meta.owners is None or 0 in meta.owners else meta.owners[0] for meta in metas),
-            covered=dict(source.covered_names),
+            aliases=aliases,
+            optional=tuple(
+                place
+                for place, meta in enumerate(metas)
+                if meta.optional or any(fnmatchcase(meta.name, pattern) for pattern in ignore)
+            ),
         )
 
     def cast(self, casts: dict[str, str]) -> RoundMetadata:
@@ -96,9 +114,15 @@ class RoundMetadata:
         theirs = list(zip(other.names, other.dtype_names, other.shapes, other.roots, strict=True))
         for index, (mine, sent) in enumerate(zip_longest(ours, theirs)):
             if mine != sent:
-                return (sent or mine)[
-                    0
-                ], f"place {index}: expected {_describe(sent)} as on rank 0, got {_describe(mine)}"
+                name = (sent or mine)[0]
+                return name, f"place {index}: expected {_describe(sent)} as on rank 0, got {_describe(mine)}"
+        for alias in sorted(self.aliases.keys() | other.aliases.keys()):
+            mine_of, sent_of = self.aliases.get(alias), other.aliases.get(alias)
+            if mine_of != sent_of:
+                return alias, f"alias {alias!r}: expected one of {sent_of!r} as on rank 0, got one of {mine_of!r}"
+        for place in sorted({*self.optional} ^ {*other.optional}):
+            name = self.names[place]
+            return name, f"{name!r} is optional on {'this rank' if place in self.optional else 'rank 0'} only"
         return "", "only in their digests"
 
     def message(self, round_number: int) -> Metadata:
@@ -109,6 +133,8 @@ class RoundMetadata:
             dtype_names=list(self.dtype_names),
             shapes=[list(shape) for shape in self.shapes],
             roots=list(self.roots),
+            aliases=self.aliases,
+            optional=list(self.optional),
         )
 
 

@@ -9,15 +9,18 @@ from wt_common import Outcome
 
 __all__ = ["TransferReport", "WorkerReport"]
 
+_MAX_NAMES = 3  # of each list, in the text of a report
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """One worker rank's part of a round.
 
-    `num_bytes` is what it received, `seconds` its own phases, `not_synced` the model's parameters that the round did not
-    touch (a trainer may leave some out on purpose; nobody should overlook it), `not_in_place` the layers that were not written
-    in place, by the reason: they are installed by the model's own loader, which is slower, and verified as received.
-    `buffer_bytes` is the memory that it took to receive into, beside the model's own; what a loader takes is not in it.
+    `num_bytes` is what it received, `seconds` its own phases, `not_synced` the model's parameters, and buffers that a
+    checkpoint fills, that the round did not touch (a trainer may leave some out on purpose; nobody should overlook it),
+    `not_in_place` the layers that were not written in place, by the reason: they are installed by the model's own loader, which
+    is slower, and verified as received. `buffer_bytes` is the memory that it took to receive into, beside the model's own; what a
+    loader takes is not in it.
     """
 
     engine: str
@@ -46,8 +49,11 @@ class TransferReport:
             parameters, and gathered or cast ones on their way.
         workers: one entry per worker rank.
         verify: which digests were compared before the commit (see `SessionFields.verify`).
-        ignored: parameters that were sent, and of which no rank of some engine has taken a byte. Known where `verify` is "full".
-        covered: the model's names that were not sent since another name has the same tensor (tied), each with that name.
+        ignored: parameters that were sent, and of which some engine has taken nothing, as is allowed: see `ParamMeta.optional`
+            and `ignore` of the init info. A name that the engine ties to another one is among them.
+        unknown: parameters that go through a model's loader in a way that was not followed, so that nobody knows what it has
+            taken of them.
+        aliases: names for which nothing was sent since another name has the same tensor (tied), each with that name.
         notes: what the user should know about a round that committed all the same (a label or cache that could not be reset).
     """
 
@@ -63,8 +69,14 @@ class TransferReport:
     verify: str
     buffer_bytes: int = 0
     ignored: tuple[str, ...] = ()
-    covered: dict[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def not_synced(self) -> tuple[str, ...]:
+        """What some worker rank still has from before: parameters, and buffers that a checkpoint fills; each once."""
+        return (*dict.fromkeys(name for worker in self.workers for name in worker.not_synced),)
 
     @property
     def gb_per_s(self) -> float:
@@ -84,12 +96,18 @@ class TransferReport:
                 "outcome": Outcome(payload["outcome"]),
                 "workers": tuple(WorkerReport(**worker) for worker in payload["workers"]),
                 "ignored": tuple(payload["ignored"]),
+                "unknown": tuple(payload["unknown"]),
                 "notes": tuple(payload["notes"]),
             }
         )
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"round {self.round} {self.outcome}, version {self.version}: {self.num_bytes / 1e6:.1f} MB to "
             f"{len(self.workers)} worker(s) in {self.seconds['total'] * 1e3:.0f} ms ({self.gb_per_s:.2f} GB/s)"
         )
+        for what, names in (("not synced", self.not_synced), ("ignored", self.ignored)):
+            if names:
+                text += f"; {what}: {', '.join(names[:_MAX_NAMES])}"
+                text += f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return text

@@ -49,6 +49,7 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
         self._round_source = source
         self._serving = Serving(client)
         self._in_send = threading.Lock()
+        self._told_not_synced: set[tuple[str, ...]] = set()  # of which the log has warned
 
     @classmethod
     def _check_source(cls, source: WeightSource | None) -> None:
@@ -75,7 +76,7 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
         for known, metadata in self._known_metadata:
             if known() is source:
                 return metadata
-        metadata = RoundMetadata.of(source, self._ranks.count)
+        metadata = RoundMetadata.of(source, self._ranks.count, self._fields.ignore)
         alive = [entry for entry in self._known_metadata if entry[0]() is not None]
         self._known_metadata = [*alive, (weakref.ref(source), metadata)]
         return metadata

@@ -58,6 +58,8 @@ class ParamMeta:
         mesh_shape: row-major shape of the owners' mesh; default `(len(owners),)`.
         placements: one per mesh axis, describing what `iter_local()` yields; None (also given as all `Replicate`) is
             replicated. When two axes shard one dim, the outer axis splits first.
+        optional: an inference model need not have it (a buffer that its code computes, say). A parameter that is not optional,
+            and of which no worker takes a byte, is a PlanError.
 
     Raises:
         ValueError: owners are empty, repeated or negative; mesh_shape does not multiply to their number; placements are not
@@ -71,6 +73,7 @@ class ParamMeta:
     owners: tuple[int, ...] | None = field(default=None, kw_only=True)
     mesh_shape: tuple[int, ...] | None = field(default=None, kw_only=True)
     placements: tuple[Placement, ...] | None = field(default=None, kw_only=True)
+    optional: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__  # the dataclass is frozen; normalised once, here
@@ -153,8 +156,11 @@ class WeightSource(ABC):
         """Every parameter of the model, in the order of sending, the same on every trainer rank."""
 
     @property
-    def covered_names(self) -> Mapping[str, str]:
-        """Names of the model that are not sent since another name has the same tensor: each with that name. For the report."""
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tensors that are sent under another name (tied weights): each with that name.
+
+        No byte is sent for them. A worker whose model has a tensor of its own for an alias fills it from the same bytes.
+        """
         return {}
 
     def owned_names(self, rank: int) -> list[str]:
@@ -194,31 +200,34 @@ def materialize_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ModuleSource(WeightSource):
-    """The parameters of a module, plain or sharded by FSDP2 or tensor parallelism (DTensor).
+    """The parameters and persistent buffers of a module, plain or sharded by FSDP2 or tensor parallelism (DTensor).
 
     A plain tensor is owned by every rank; a DTensor by the ranks of its mesh, with its placements; one on a slice of a mesh (as
     `mesh["tp"]`) by the ranks of the whole mesh, replicated over its other axes, since every slice has one like it. A `Partial`
-    or strided placement is declared replicated and gathered in both modes. Tied parameters come once, under their first
-    name; buffers are not sent.
+    or strided placement is declared replicated and gathered in both modes. Tied tensors come once, under their first
+    name; their further names are `aliases`.
 
     Args:
-        module: its `named_parameters()` names must be those that the inference engine's loader takes.
+        module: the names of its `state_dict()` must be those that the inference engine's loader takes.
+        buffers: whether persistent buffers are sent, such as a router's `e_score_correction_bias`. They are optional: an engine
+            whose model has none of that name ignores them, and the report says so.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, buffers: bool = True) -> None:
         self._module = module
+        self._buffers = buffers
 
     @cached_property
     def metadata(self) -> Sequence[ParamMeta]:
         """Names, dtypes and global shapes; no gather."""
-        return [self._describe(name, param) for name, param in self._module.named_parameters()]
+        return [self._describe(name, tensor) for name, tensor in self._tensors()]
 
     @property
-    def covered_names(self) -> Mapping[str, str]:
-        """The further names of tied parameters, each with the first."""
+    def aliases(self) -> Mapping[str, str]:
+        """The further names of tied parameters and buffers, each with the first."""
         first: dict[int, str] = {}
-        everything = self._module.named_parameters(remove_duplicate=False)
-        return {name: first[id(param)] for name, param in everything if first.setdefault(id(param), name) != name}
+        everything = self._tensors(remove_duplicate=False)
+        return {name: first[id(tensor)] for name, tensor in everything if first.setdefault(id(tensor), name) != name}
 
     def owned_names(self, rank: int) -> list[str]:
         """The names that trainer rank `rank` yields.
@@ -237,28 +246,43 @@ class ModuleSource(WeightSource):
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors; a DTensor costs one all-gather of its mesh."""
-        for name, param in self._owned_parameters():
-            yield name, materialize_full_tensor(param.detach())
+        for name, tensor in self._owned_tensors():
+            yield name, materialize_full_tensor(tensor.detach())
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's shards (whole tensors where the metadata declares a parameter replicated)."""
         placements = {meta.name: meta.placements for meta in self.metadata}
-        for name, param in self._owned_parameters():
+        for name, tensor in self._owned_tensors():
             if placements[name] is not None:
-                yield name, param.detach().to_local()  # type: ignore[attr-defined]  # placements: a DTensor
+                yield name, tensor.detach().to_local()  # type: ignore[attr-defined]  # placements: a DTensor
             else:
-                yield name, materialize_full_tensor(param.detach())
+                yield name, materialize_full_tensor(tensor.detach())
 
-    def _owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for name, param in self._module.named_parameters():
+    def _owned_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors():
             # A rank outside a DTensor's mesh holds no shard of it and must not join its gather.
-            if not _is_dtensor(param) or param.device_mesh.get_coordinate() is not None:  # type: ignore[attr-defined]
-                yield name, param
+            if not _is_dtensor(tensor) or tensor.device_mesh.get_coordinate() is not None:  # type: ignore[attr-defined]
+                yield name, tensor
 
-    def _describe(self, name: str, param: torch.nn.Parameter) -> ParamMeta:
-        if not _is_dtensor(param):
-            return ParamMeta(name, param.dtype, tuple(param.shape))
-        tensor: DTensor = param  # type: ignore[assignment]  # checked two lines above
+    def _tensors(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is sent, module by module: each one's parameters, then its buffers, so that a layer is complete at once."""
+        seen: set[int] = set()
+        for prefix, module in self._module.named_modules(remove_duplicate=remove_duplicate):
+            found = [*module._parameters.items()]  # noqa: SLF001  # named_parameters() reads it too, and lists no buffers
+            if self._buffers:
+                temporary = module._non_persistent_buffers_set  # noqa: SLF001  # torch has no other way
+                found += [item for item in module._buffers.items() if item[0] not in temporary]  # noqa: SLF001
+            for leaf, tensor in found:
+                if tensor is None or (remove_duplicate and id(tensor) in seen):
+                    continue
+                seen.add(id(tensor))
+                yield f"{prefix}.{leaf}" if prefix else leaf, tensor
+
+    def _describe(self, name: str, described: torch.Tensor) -> ParamMeta:
+        optional = not isinstance(described, torch.nn.Parameter)
+        if not _is_dtensor(described):
+            return ParamMeta(name, described.dtype, tuple(described.shape), optional=optional)
+        tensor: DTensor = described  # type: ignore[assignment]  # checked two lines above
         mesh = _whole_mesh(tensor.device_mesh)
         placements = _placements_of(tensor)
         outer = mesh.ndim - tensor.device_mesh.ndim
@@ -269,6 +293,7 @@ class ModuleSource(WeightSource):
             owners=tuple(int(rank) for rank in mesh.flatten().tolist()),
             mesh_shape=tuple(mesh.shape),
             placements=None if placements is None else (Replicate(),) * outer + placements,
+            optional=optional,
         )
 
 
@@ -301,19 +326,19 @@ class RenamedSource(WeightSource):
                 if tensor is whole:
                     result.append(replace(meta, name=name))
                 else:
-                    owned = {"owners": meta.owners, "mesh_shape": meta.mesh_shape}
+                    owned = {"owners": meta.owners, "mesh_shape": meta.mesh_shape, "optional": meta.optional}
                     result.append(ParamMeta(name, tensor.dtype, tuple(tensor.shape), **owned))  # type: ignore[arg-type]
         return result
 
     @property
-    def covered_names(self) -> Mapping[str, str]:
+    def aliases(self) -> Mapping[str, str]:
         """Those of the other source, renamed."""
         metas = {meta.name: meta for meta in self._source.metadata}
         result: dict[str, str] = {}
-        for name, by in self._source.covered_names.items():
+        for name, by in self._source.aliases.items():
             whole = torch.empty(metas[by].shape, dtype=metas[by].dtype, device="meta")
             both = zip(self._parts(name, whole), self._parts(by, whole), strict=True)
-            result |= {covered: covering for (covered, _), (covering, _) in both}
+            result |= {alias: of for (alias, _), (of, _) in both}
         return result
 
     def owned_names(self, rank: int) -> list[str]:

@@ -22,12 +22,25 @@ _MAX_NAMES = 5  # of other parameters that differ: an error is read by people
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRank:
-    """What a worker rank has said of the round's parameters; `name` is what errors call it."""
+    """What a worker rank has said of the round's parameters.
+
+    Attributes:
+        name: what errors call it.
+        engine, rank: which it is.
+        placed: its words.
+        shares_model: as in `Hello`.
+    """
 
     name: str
     engine: str
     rank: int
     placed: Placed
+    shares_model: str = ""
+
+    @property
+    def model(self) -> str:
+        """The same for all ranks that hold one model together."""
+        return self.shares_model or self.engine
 
 
 class Placement:
@@ -44,7 +57,6 @@ class Placement:
     Attributes:
         received: the places of the parameters whose digests must be over the bytes received: those given, and those whose parts
             on all ranks of an engine are not the whole, so that their digests do not add up to the whole's.
-        ignored: the places of the parameters that have bytes, and of which no rank of some engine takes any.
 
     Raises:
         AgreementError: a worker's placement does not fit the metadata.
@@ -64,13 +76,9 @@ class Placement:
         engines: dict[str, list[PlacedRank]] = {}
         for rank in ranks:
             _check_placed(rank, names, num_elements)
-            engines.setdefault(rank.engine, []).append(rank)
-        received, ignored = set(given), set()
-        for engine in engines.values():
-            received |= _not_whole(engine, num_elements)
-            ignored |= _ignored(engine, num_elements)
+            engines.setdefault(rank.model, []).append(rank)
+        received = set(given).union(*(_not_whole(engine, num_elements) for engine in engines.values()))
         self.received = sorted(received)
-        self.ignored = sorted(ignored)
         self._engines = [_Engine(engine, frozenset(received)) for _, engine in sorted(engines.items())]
 
     def check(self, sent: list[int], digests: Mapping[tuple[str, int], list[int]]) -> None:
@@ -122,7 +130,7 @@ class _Engine:
         self._part_slots: list[int] = []  # one for each part, whoever has it
         self._part_places: list[int] = []
         self._same: list[tuple[int, int, int]] = []  # place, and two slots of one part
-        self._is_plain = all("p" not in rank.placed.kinds and "n" not in rank.placed.kinds for rank in ranks)
+        self._is_plain = not any({"p", "n"} & {*rank.placed.digested} for rank in ranks)
         first_slots: dict[tuple[int, int], int] = {}
         for rank in ranks:
             places, keys = _subjects(rank.placed, received)
@@ -163,7 +171,7 @@ class _Engine:
         for slot, at in zip(self._whole_slots, self._whole_places, strict=True):
             rank, got = flat[slot]
             if at == place and got != sent:
-                installed = rank.placed.kinds[place] == "w" and place not in self._received
+                installed = rank.placed.digested[place] == "w" and place not in self._received
                 how = "installed on" if installed else "received by"
                 return (
                     rank.rank,
@@ -194,13 +202,13 @@ def _subjects(placed: Placed, received: frozenset[int]) -> tuple[list[int], list
     keys: list[int | None] = []
     parts = placed.parts
     next_part = 0
-    for place, kind in enumerate(placed.kinds):
+    for place, kind in enumerate(placed.digested):
         is_whole = place in received or kind in "rw"
         if is_whole:
             places.append(place)
             keys.append(None)
         while next_part < len(parts) and parts[next_part][0] == place:
-            if not is_whole:
+            if not is_whole and kind == "p":
                 places.append(place)
                 keys.append(parts[next_part][2])
             next_part += 1
@@ -208,9 +216,9 @@ def _subjects(placed: Placed, received: frozenset[int]) -> tuple[list[int], list
 
 
 def _check_placed(rank: PlacedRank, names: Sequence[str], num_elements: Sequence[int]) -> None:
-    if len(rank.placed.kinds) != len(names):
+    if len(rank.placed.takes) != len(names):
         raise _agreement_error(
-            rank, f"placed.kinds: expected one for each of the {len(names)} parameters, got {len(rank.placed.kinds)}"
+            rank, f"placed.takes: expected one for each of the {len(names)} parameters, got {len(rank.placed.takes)}"
         )
     for place, count, _ in rank.placed.parts:
         if not 0 <= count <= num_elements[place]:
@@ -227,15 +235,9 @@ def _not_whole(engine: Sequence[PlacedRank], num_elements: Sequence[int]) -> set
     sizes: dict[int, dict[int, int]] = {}
     for rank in engine:
         for place, count, key in rank.placed.parts:
-            if sizes.setdefault(place, {}).setdefault(key, count) != count:
+            if rank.placed.digested[place] == "p" and sizes.setdefault(place, {}).setdefault(key, count) != count:
                 result.add(place)
     return result.union(place for place, parts in sizes.items() if sum(parts.values()) != num_elements[place])
-
-
-def _ignored(engine: Sequence[PlacedRank], num_elements: Sequence[int]) -> set[int]:
-    first, *others = (rank.placed.kinds for rank in engine)
-    places = [place for place, kind in enumerate(first) if kind == "n" and num_elements[place]]
-    return {place for place in places if all(kinds[place] == "n" for kinds in others)}
 
 
 def _agreement_error(rank: PlacedRank, text: str, *, param: str | None = None) -> AgreementError:

@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,7 @@ from wt_common import (
     IntegrityError,
     Outcome,
     Phase,
+    PlanError,
     Side,
     StaleSessionError,
     TransportError,
@@ -40,7 +41,6 @@ from wt_common.session import (
     Installed,
     Metadata,
     Ready,
-    metadata_digest,
 )
 from wt_worker.engine import WeightTransferEngine
 from wt_worker.installers import choose_installer
@@ -133,6 +133,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._held = False
         self._digest = ""  # of the metadata of the round in progress, or of the last
         self._not_synced: tuple[str, ...] = ()  # by the last round that was installed
+        # By the target model's id, what no round has written since the server was started with random weights.
+        self._unset: dict[int, frozenset[str]] = {}
         self.last_outcome: Outcome | None = None  # of the round that ended last on this rank
         parallel = self.parallel_config
         self._rank = int(getattr(parallel, "rank", 0))
@@ -294,6 +296,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         with round_.timed("install"):
             result = installer.finish()
             self._not_synced = result.not_synced
+            self._refuse_unset(result.not_synced, installer)
             self.synchronize()
         self._end_transfer(failed=False)
         session.send(
@@ -329,7 +332,33 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         left = self._poisoned_by.pop(id(self.model), set()) - {self._digest}
         if left and self._not_synced:
             self._poisoned_by[id(self.model)] = left
+        if self._load_format == "dummy":
+            self._unset[id(self.model)] = self._unset_names(self._not_synced)
         self.last_outcome = Outcome.COMMITTED
+
+    @property
+    def _load_format(self) -> str:
+        """How the server got its first weights, in vLLM's words; empty where that is not known."""
+        found = getattr(getattr(self.vllm_config, "load_config", None), "load_format", "")
+        return str(getattr(found, "value", found))
+
+    def _unset_names(self, not_synced: Collection[str]) -> frozenset[str]:
+        """Those of `not_synced` that have had random values since the server was started."""
+        if self._load_format != "dummy":
+            return frozenset()
+        known = self._unset.get(id(self.model))
+        return frozenset(not_synced) if known is None else known.intersection(not_synced)
+
+    def _refuse_unset(self, not_synced: Collection[str], installer: Installer) -> None:
+        """Where a loader does as it likes, what it has left out is known only afterwards."""
+        unset = self._unset_names(not_synced)
+        if unset and installer.check_cover:
+            raise PlanError(
+                f"the server was started with random weights (load_format dummy), and {len(unset)} of its parameters still have "
+                f"them: {sorted(unset)[:5]}; send all of the model, or start the server from a checkpoint",
+                side=Side.WORKER,
+                param=min(unset),
+            )
 
     @property
     def _verify(self) -> str:
@@ -383,9 +412,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         if known is None or known.digest != info.metadata_digest:
             session.send(Ready(round=round_.number, knows_metadata=False))
             metadata = round_.receive(Metadata)
-            roots = metadata.roots or [0] * len(metadata.names)
-            rows = zip(metadata.names, metadata.dtype_names, map(tuple, metadata.shapes), roots, strict=True)
-            digest = metadata_digest(rows)
+            digest = metadata.digest
             if digest != info.metadata_digest:
                 raise IntegrityError(
                     f"metadata: expected digest {info.metadata_digest[:12]}, got {digest[:12]}", side=Side.WORKER
@@ -393,7 +420,8 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             known = self._metadata[id(self.model)] = _Known(digest, metadata)
         prepared = installer.prepare(known.metadata, known.digest)
         if prepared is not known.prepared:
-            known.prepared, known.shares, known.limit = prepared, Shares.of(prepared, self._verify), None
+            shares = Shares.of(prepared, self._verify, self._unset_names(prepared.not_synced))
+            known.prepared, known.shares, known.limit = prepared, shares, None
         if known.shares is not None and self._told.get(known.digest) is not known.shares:
             session.send(known.shares.message(round_.number))
             self._told[known.digest] = known.shares
@@ -491,7 +519,17 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             poisoned=bool(self._poisoned_by),
             held=self._held,
             can_sleep=self._can_sleep(),
+            load_format=self._load_format,
+            shares_model=self._shares_model(),
         )
+
+    def _shares_model(self) -> str:
+        """The same word for all engines that hold one model together: experts may be spread over data parallel ranks."""
+        parallel = self.parallel_config
+        is_spread = (
+            getattr(parallel, "enable_expert_parallel", False) and getattr(parallel, "data_parallel_size", 1) > 1
+        )
+        return self._engine_id.rpartition("/")[0] if is_spread else ""
 
     def _can_sleep(self) -> bool:
         """Whether vLLM may take the weights' memory away between rounds, as it was started; where that is unknown, it may."""

@@ -29,6 +29,7 @@ from wt_common import ConfigurationError
 from wt_worker.completions import Completions
 from wt_worker.engine import WeightTransferConfig
 from wt_worker.factory import WeightTransferEngineFactory
+from wt_worker.installers.module import checkpoint_tensors
 from wt_worker.model_digest import model_digest
 
 __all__ = ["ModelHost", "make_app"]
@@ -108,9 +109,10 @@ class ModelHost:
         return {"weight_version": self.version, "outcome": getattr(self.engine, "last_outcome", None)}
 
     def weight_digest(self) -> dict[str, Any]:
-        """One digest for all weights, as `wt_worker.model_digest` computes it; 1 GB takes half a second."""
+        """One digest for all weights and persistent buffers, as `wt_worker.model_digest` computes it; 1 GB takes 0.5 s."""
         with self._calls, self.completions.held():
-            return {"digest": model_digest(self.completions.model.named_parameters())}
+            tensors = checkpoint_tensors(self.completions.model, remove_duplicate=True)
+            return {"digest": model_digest(tensors.items())}
 
     def _expect_open(self, call: str, *, is_open: bool) -> None:
         if self._update_open is not is_open:

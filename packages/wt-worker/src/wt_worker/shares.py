@@ -1,8 +1,8 @@
-"""What each digest of a rank is over, in one round: the wire's `Placed`, and the numbers that go with it."""
+"""What a rank takes in one round, and what each of its digests is over: the wire's `Placed`, and the numbers that go with it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,40 +16,65 @@ from wt_worker.placement.plan import Box, NamePlan, count_elements
 
 __all__ = ["Shares"]
 
+ALL, SOME, NONE, UNKNOWN = "apnu"
 RECEIVED, WHOLE, PARTS, NOTHING = "rwpn"
 
 
 @dataclass(slots=True)
 class Shares:
-    """A character of `Placed.kinds` for each parameter, and `Placed.parts`. They do not change."""
+    """The fields of `Placed`; see there. They do not change."""
 
-    kinds: str
+    takes: str
+    digested: str
     parts: list[list[int]]
     not_in_place: dict[str, list[str]]
+    tied: list[list[int]] = field(default_factory=list)
+    not_synced: list[str] = field(default_factory=list)
+    unset: list[str] = field(default_factory=list)
     _received: frozenset[int] = field(init=False, repr=False)
     _reading: _Reading | None = field(default=None, init=False, repr=False, compare=False)  # of the last round
 
     def __post_init__(self) -> None:
-        self._received = frozenset(index for index, kind in enumerate(self.kinds) if kind == RECEIVED)
+        self._received = frozenset(index for index, kind in enumerate(self.digested) if kind == RECEIVED)
 
     @classmethod
-    def of(cls, prepared: Prepared, verify: str) -> Shares:
-        """Those of a round that is installed as `prepared` says; unless `verify` is `full`, all digests are over what came."""
+    def of(cls, prepared: Prepared, verify: str, unset: Collection[str] = ()) -> Shares:
+        """Those of a round that is installed as `prepared` says; unless `verify` is `full`, all digests are over what came.
+
+        `unset` names what of the model still has the random values with which the server was started.
+        """
         names = prepared.binding.plan.names
-        if verify != "full":
-            return cls(RECEIVED * len(names), [], prepared.not_in_place)
-        kinds = [_kind(name, prepared) for name in names]
+        takes = [_taken(name) for name in names]
+        digested = [_digested(name, prepared) for name in names] if verify == "full" else [RECEIVED] * len(names)
         parts = [
             [index, copy.source.num_elements, copy.source.key]
-            for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
-            if kind == PARTS
+            for index, name in enumerate(names)
+            if takes[index] == SOME or digested[index] == PARTS
             for copy in name.copies
         ]
-        return cls("".join(kinds), parts, prepared.not_in_place)
+        places = {name.name: index for index, name in enumerate(names)} if prepared.tied else {}
+        return cls(
+            takes="".join(takes),
+            digested="".join(digested),
+            parts=parts,
+            not_in_place=prepared.not_in_place,
+            tied=[[places[name], places[of]] for name, of in prepared.tied.items()],
+            not_synced=list(prepared.not_synced),
+            unset=[name for name in prepared.not_synced if name in unset],
+        )
 
     def message(self, round_number: int) -> Placed:
         """It as the session carries it."""
-        return Placed(round=round_number, kinds=self.kinds, parts=self.parts, not_in_place=self.not_in_place)
+        return Placed(
+            round=round_number,
+            takes=self.takes,
+            digested=self.digested,
+            parts=self.parts,
+            not_in_place=self.not_in_place,
+            tied=self.tied,
+            not_synced=self.not_synced,
+            unset=self.unset,
+        )
 
     def received(self, also: list[int]) -> frozenset[int]:
         """The places in the metadata whose received bytes are digested; `also` is `Go.received`."""
@@ -69,7 +94,7 @@ class Shares:
     def _read(self, received: frozenset[int], binding: Binding) -> _Reading:
         order: list[int | None] = []
         subjects: list[list[tuple[torch.Tensor, Box]]] = []
-        for index, (name, kind) in enumerate(zip(binding.plan.names, self.kinds, strict=True)):
+        for index, (name, kind) in enumerate(zip(binding.plan.names, self.digested, strict=True)):
             if index in received:
                 order.append(index)
             elif kind in (WHOLE, PARTS):
@@ -90,7 +115,16 @@ class _Reading:
     installed: InstalledDigests
 
 
-def _kind(name: NamePlan, prepared: Prepared) -> str:
+def _taken(name: NamePlan) -> str:
+    """What of `name` this rank takes."""
+    if name.problem is not None:
+        return UNKNOWN
+    if not name.copies:
+        return NONE if prod(name.shape) else ALL
+    return ALL if count_elements(copy.source for copy in name.copies) == prod(name.shape) else SOME
+
+
+def _digested(name: NamePlan, prepared: Prepared) -> str:
     """What the digest of `name` is over, when it comes in the dtype that was asked for."""
     if name.name not in prepared.binding:
         return RECEIVED

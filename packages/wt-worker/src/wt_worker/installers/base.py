@@ -23,11 +23,16 @@ class Prepared:
             that is known. What arrives in the declared dtype all the same is cast when it is installed.
         binding: what is written in place.
         not_in_place: the model's other layers, by the reason.
+        not_synced: names of the model's parameters, and of buffers that a checkpoint fills, that the round will not write, as far
+            as that is known.
+        tied: names of which nothing is taken, since the model serves them from the memory of another one; each with that one.
     """
 
     casts: dict[str, str] = field(default_factory=dict)
     binding: Binding
     not_in_place: dict[str, list[str]] = field(default_factory=dict)
+    not_synced: tuple[str, ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,8 @@ class InstallResult:
     """What one round did to the model.
 
     Attributes:
-        not_synced: names of the model's parameters that were not written, and still hold what they held before.
+        not_synced: names of the model's parameters, and of buffers that a checkpoint fills, that were not written, and still hold
+            what they held before.
     """
 
     not_synced: tuple[str, ...]

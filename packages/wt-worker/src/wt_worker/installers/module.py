@@ -14,13 +14,13 @@ from wt_worker.placement.binding import Anchors, Binding, Landing, misfit
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import Target, TraceError, trace, unplannable
 
-__all__ = ["ModuleInstaller"]
+__all__ = ["ModuleInstaller", "checkpoint_tensors"]
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 class ModuleInstaller:
-    """`Installer` for a module whose checkpoint names are its `named_parameters()`, tied ones under any of their names.
+    """`Installer` for a module whose checkpoint names are those of its parameters and persistent buffers, tied ones under any.
 
     A module with a `load_weights(pairs)` of its own names them as that method does. Either is traced once, and then everything is
     written in place, so pointers stay valid; a copy casts between floating dtypes and moves between devices. What cannot be
@@ -33,7 +33,7 @@ class ModuleInstaller:
         self._model = model
         self._load: Load | None = getattr(model, "load_weights", None)
         self._prepared: tuple[tuple[str, bool], Prepared, Anchors] | None = None
-        self._targets = dict(model.named_parameters(remove_duplicate=False))
+        self._targets = checkpoint_tensors(model)
         self._touched = False
         self._untouched: tuple[str, ...] = ()
         self._filled: dict[int, str] = {}  # the name under which each parameter was loaded
@@ -43,12 +43,12 @@ class ModuleInstaller:
         key, known = (digest, self.check_cover), self._prepared
         if known is not None and known[0] == key and known[2].hold():
             return known[1]
-        self._targets = dict(self._model.named_parameters(remove_duplicate=False))
+        self._targets = checkpoint_tensors(self._model)
         casts = {} if self._load else self._check_by_name(metadata)
         plan = self._trace(metadata)
         untouched = self._find_untouched(plan, metadata)
         if self.check_cover:
-            _refuse_gaps(plan, untouched)
+            _refuse_gaps(plan, [name for name in untouched if isinstance(self._targets[name], torch.nn.Parameter)])
         reasons = self._reasons(plan)
         in_place = [name for name, reason in reasons.items() if reason is None and plan.kind(name) != "untouched"]
         not_in_place: dict[str, list[str]] = {}
@@ -56,7 +56,7 @@ class ModuleInstaller:
             if reason is not None:
                 not_in_place.setdefault(reason, []).append(name)
         binding = Binding(plan, self._targets, in_place)
-        prepared = Prepared(casts=casts, binding=binding, not_in_place=not_in_place)
+        prepared = Prepared(casts=casts, binding=binding, not_in_place=not_in_place, not_synced=untouched)
         self._prepared = key, prepared, Anchors(self._model, self._targets)
         self._untouched = untouched
         self.route_id += 1
@@ -83,11 +83,17 @@ class ModuleInstaller:
             PlanError: two names that the model ties came with different values; a checkpoint without ties does not fit it.
         """
         self._touched |= bool(batch)
+        plan = self._binding_now().plan
+        aliases = {name.name: name.aliases for name in plan.names if name.aliases}
+        # A loader may write into what it is given.
+        batch = [*batch, *((alias, tensor.clone()) for name, tensor in batch for alias in aliases.get(name, ()))]
         if self._load is not None:
             self._load(iter(batch))
             return
         for name, tensor in batch:
-            target = self._targets[name]
+            target = self._targets.get(name)
+            if target is None:
+                continue
             first = self._filled.setdefault(id(target), name)
             if first == name:
                 target.copy_(tensor)
@@ -121,30 +127,53 @@ class ModuleInstaller:
         rows = []
         for name, dtype_name, shape in zip(metadata.names, metadata.dtype_names, metadata.shapes, strict=True):
             rows.append((name, _dtype(name, dtype_name), shape))
+        announced = {name: (dtype, shape) for name, dtype, shape in rows}
+        rows += [(alias, *announced[name]) for alias, name in metadata.aliases.items()]
         targets = [Target(name, name.rpartition(".")[0], tensor) for name, tensor in self._targets.items()]
         if self._load is None:
             first = {id(target.tensor): target for target in reversed(targets)}  # of a tied one's names
             targets = [*first.values()][::-1]
+        probes = []
+        if self._load is not None:
+            probes = [
+                (name, tensor.dtype, tuple(tensor.shape))
+                for name, tensor in self._targets.items()
+                if not isinstance(tensor, torch.nn.Parameter) and name not in announced
+            ]
         try:
             with _unchanged(self._model):
-                return trace(rows, targets, self._load or self._load_by_name, may_read=False)
+                plan = trace(
+                    rows,
+                    targets,
+                    self._load or self._load_by_name,
+                    may_read=False,
+                    optional=[metadata.names[place] for place in metadata.optional],
+                    aliases=metadata.aliases,
+                    probes=probes,
+                )
         except TraceError as error:
             if error.reads_values:
-                return unplannable(rows, targets, str(error))
+                plan = unplannable(rows, targets, str(error))
+                return plan.with_aliases(metadata.aliases, self._share_memory)
             raise _plan_error(error.name, f"parameter {error.name!r}: {error}") from error
+        return plan.with_aliases(metadata.aliases, self._share_memory)
+
+    def _share_memory(self, one: str, other: str) -> bool:
+        return self._targets[one].data_ptr() == self._targets[other].data_ptr() != 0
 
     @torch.no_grad()
     def _load_by_name(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in pairs:
-            self._targets[name].copy_(tensor)
+            if name in self._targets:  # else the sender hears that nothing is taken, and decides
+                self._targets[name].copy_(tensor)
 
     def _check_by_name(self, metadata: Metadata) -> dict[str, str]:
-        """Every name has a parameter of its shape; returns the dtypes that differ."""
+        """Every name that the model has is of the shape announced; returns the dtypes that differ."""
         casts = {}
         for name, dtype_name, shape in zip(metadata.names, metadata.dtype_names, metadata.shapes, strict=True):
             target = self._targets.get(name)
             if target is None:
-                raise _plan_error(name, f"parameter {name!r}: the model has none of this name")
+                continue
             if list(target.shape) != shape:
                 raise _plan_error(
                     name, f"parameter {name!r}: the model has shape {list(target.shape)}, the trainer sends {shape}"
@@ -157,12 +186,17 @@ class ModuleInstaller:
         return casts
 
     def _find_untouched(self, plan: Plan, metadata: Metadata) -> tuple[str, ...]:
-        """Parameters of which nothing is written, under no name; who has no elements is written by name, or by any loader."""
+        """What of the model is not written, under no name; what has no elements is written by name, or by any loader.
+
+        A buffer that a loader of the model's own does not fill is none of a checkpoint's.
+        """
         written = {each.name for each in plan.parameters if each.num_written != 0 or each.problem}
         if self._load is None:
-            written |= self._targets.keys() & set(metadata.names)
+            written |= self._targets.keys() & {*metadata.names, *metadata.aliases}
         else:
             written |= {each.name for each in plan.parameters if not each.num_elements}
+            buffers = {name for name in self._targets if not isinstance(self._targets[name], torch.nn.Parameter)}
+            written |= buffers - plan.fillable
         covered = {id(self._targets[name]) for name in written}
         return tuple(name for name, target in self._targets.items() if id(target) not in covered)
 
@@ -205,7 +239,18 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
                 tensor.data = data
 
 
-def _refuse_gaps(plan: Plan, missing: tuple[str, ...]) -> None:
+def checkpoint_tensors(model: torch.nn.Module, *, remove_duplicate: bool = False) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of `model`; tied ones under each of their names, unless duplicates are removed."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=remove_duplicate))
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
+        temporary = module._non_persistent_buffers_set  # noqa: SLF001  # torch has no other way
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in temporary:
+                found[f"{prefix}.{leaf}" if prefix else leaf] = buffer
+    return found
+
+
+def _refuse_gaps(plan: Plan, missing: Sequence[str]) -> None:
     """No parameter is written in part, and none is left out."""
     partial = [each for each in plan.parameters if 0 < (each.num_written or 0) < each.num_expected]
     if partial:

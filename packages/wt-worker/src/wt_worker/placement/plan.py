@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -150,6 +150,7 @@ class NamePlan:
         copies: where its elements go on this rank; none at all where no byte of it belongs here.
         problem: why it cannot be placed without the model's loader (operation and source line); None if it can.
         constants: parameters that get a constant on this rank, in its stead.
+        aliases: further names under which the loader takes it, and what they take is among `copies`.
     """
 
     name: str
@@ -158,6 +159,7 @@ class NamePlan:
     copies: tuple[Copy, ...] = ()
     problem: str | None = None
     constants: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -204,11 +206,17 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything lands, on this rank."""
+    """Where everything lands, on this rank.
+
+    Attributes:
+        names, parameters, fills: of the checkpoint, of the model, and what is constant.
+        fillable: those of the model's buffers that nothing is sent for, and that the loader would fill from a checkpoint.
+    """
 
     names: tuple[NamePlan, ...]
     parameters: tuple[ParameterPlan, ...]
     fills: tuple[Fill, ...] = ()
+    fillable: frozenset[str] = frozenset()
 
     @cached_property
     def by_parameter(self) -> dict[str, ParameterPlan]:
@@ -263,6 +271,7 @@ class Plan:
             "names": [asdict(name) for name in self.names],
             "parameters": [asdict(parameter) for parameter in self.parameters],
             "fills": [asdict(fill) for fill in self.fills],
+            "fillable": sorted(self.fillable),
         }
 
     @classmethod
@@ -275,6 +284,7 @@ class Plan:
                         **name,
                         "shape": tuple(name["shape"]),
                         "constants": tuple(name["constants"]),
+                        "aliases": tuple(name["aliases"]),
                         "copies": tuple(
                             Copy(_box(copy["source"]), copy["parameter"], _box(copy["destination"]))
                             for copy in name["copies"]
@@ -288,6 +298,7 @@ class Plan:
                 for each in payload["parameters"]
             ),
             fills=tuple(Fill(each["parameter"], _box(each["region"]), each["value"]) for each in payload["fills"]),
+            fillable=frozenset(payload["fillable"]),
         )
 
     @cached_property
@@ -295,6 +306,40 @@ class Plan:
         """SHA-256, in hex, of its JSON: plans of equal digest place everything alike."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_aliases(self, aliases: Mapping[str, str], shares_memory: Callable[[str, str], bool]) -> Plan:
+        """It with what each name of `aliases` takes added to what the name that it stands for takes.
+
+        What an alias puts where the other name puts the same elements already is left out, and so is an alias of which nothing
+        remains.
+
+        Args:
+            aliases: names of the plan, each with another one.
+            shares_memory: whether two parameters are served from the same memory.
+        """
+        by_name = {name.name: name for name in self.names}
+        for alias, of in aliases.items():
+            if alias not in by_name:
+                continue
+            extra, name = by_name.pop(alias), by_name[of]
+            copies = tuple(
+                copy
+                for copy in extra.copies
+                if not any(
+                    (copy.source, copy.destination) == (other.source, other.destination)
+                    and (copy.parameter == other.parameter or shares_memory(copy.parameter, other.parameter))
+                    for other in name.copies
+                )
+            )
+            if copies or extra.problem or extra.constants:
+                by_name[of] = replace(
+                    name,
+                    copies=(*name.copies, *copies),
+                    problem=name.problem or extra.problem,
+                    constants=(*dict.fromkeys((*name.constants, *extra.constants)),),
+                    aliases=(*name.aliases, alias),
+                )
+        return replace(self, names=tuple(by_name.values())).without_problems()
 
     def without_problems(self) -> Plan:
         """It without the copies of names that have a problem, so that nobody replays them."""

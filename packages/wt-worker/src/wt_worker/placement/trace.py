@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -26,13 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wt_worker.placement.image import Image
 from wt_worker.placement.plan import Box, Copy, Fill, NamePlan, ParameterPlan, Plan, count_elements, row_major
 
-__all__ = ["REPLACED", "STRAY", "Target", "TraceError", "Tracer", "trace", "unplannable"]
+__all__ = ["REPLACED", "STRAY", "Target", "TraceError", "Tracer", "error_text", "trace", "unplannable"]
 
 REPLACED = "replaced by the loader"
 """The problem of a parameter in whose place the loader puts another one."""
 
 STRAY = "copied into a tensor that is no parameter"
 """How the problem of a checkpoint parameter begins that the loader puts into a tensor of its own making."""
+
+_UNKNOWN_NAME = (KeyError, ValueError, AttributeError)
+"""What loaders raise at a name that their model does not have. A wrong shape is an AssertionError or a RuntimeError."""
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -44,6 +48,15 @@ _NO_VALUES = (
 """What torch says, in lower case, when a tensor on the meta device is asked for its values."""
 
 
+def error_text(error: BaseException) -> str:
+    """What `error` says; where it says nothing, as an assertion may, the place that raised it."""
+    if str(error):
+        return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return f"{type(error).__name__}{where}"
+
+
 class TraceError(Exception):
     """The loader raised, at `name` or shortly before; the cause is chained.
 
@@ -51,7 +64,7 @@ class TraceError(Exception):
     """
 
     def __init__(self, name: str, cause: Exception, *, reads_values: bool) -> None:
-        super().__init__(f"the loader failed at {name}, or shortly before it: {type(cause).__name__}: {cause}")
+        super().__init__(f"the loader failed at {name}, or shortly before it: {error_text(cause)}")
         self.name = name
         self.reads_values = reads_values
 
@@ -95,6 +108,19 @@ class _Written:
     regions: dict[Box, None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What a tracer has found at some point."""
+
+    copies: dict[int, dict[Copy, None]]
+    fills: dict[Fill, None]
+    problems: dict[int, str]
+    constants: dict[int, dict[str, None]]
+    images: dict[int, Image]
+    spoilt: dict[int, _Spoilt]
+    written: list[tuple[str | None, bool, dict[Box, None]]]
+
+
 @dataclass(slots=True)
 class _Spoilt:
     """A tensor computed from checkpoint tensors by an operation that cannot be followed."""
@@ -111,8 +137,14 @@ def trace(
     loading: Mapping[int, int] | None = None,
     *,
     may_read: bool = True,
+    optional: Collection[str] = (),
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    probes: Sequence[tuple[str, torch.dtype, Sequence[int]]] = (),
 ) -> Plan:
     """Where `load`, given the checkpoint tensors that `rows` announces, puts them.
+
+    A loader that does not know an optional name or an alias raises; the name is then one of which nothing is taken. An alias is
+    loaded together with the name that it stands for, since some loaders take it only then.
 
     Args:
         rows: name, dtype and shape of each.
@@ -122,26 +154,53 @@ def trace(
             if they are not wrapped. A target that is written outside is marked as bypassed.
         may_read: a loader that reads a value is told some number, and what it then does is taken for what it always does. Only
             for a caller who compares the plan with a real load.
+        optional: which of `rows` the model need not know.
+        aliases: which of `rows` stand for which other one.
+        probes: what is loaded only to see which of the targets it would go to; see `Plan.fillable`. The plan is as without them.
 
     Raises:
         TraceError: the loader raised, or read a value that it may not read.
     """
-    tracer = Tracer(rows, targets, loading, may_read=may_read)
+    tracer = Tracer([*rows, *probes], targets, loading, may_read=may_read)
+    stand_ins = dict(tracer.stand_ins())
+    probed = [name for name, _, _ in probes]
+    apart = {*optional, *aliases, *probed}
     last = ""
 
-    def feed() -> Iterator[tuple[str, torch.Tensor]]:
+    def feed(names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal last
-        for name, tensor in tracer.stand_ins():
+        for name in names:
             last = name
-            yield name, tensor
+            yield name, stand_ins[name]
+
+    def is_known(*names: str, refusals: tuple[type[Exception], ...] = _UNKNOWN_NAME) -> bool:
+        before = tracer.save()
+        try:
+            load(feed(names))
+        except refusals:
+            if tracer.has_lied and refusals is _UNKNOWN_NAME:
+                raise
+            tracer.restore(before)
+            return False
+        return True
 
     try:
         with tracer.tracing():
-            load(feed())
+            load(feed(name for name in stand_ins if name not in apart))
+            if optional and not is_known(*optional):  # one by one, to find out which
+                for name in optional:
+                    is_known(name)
+            for name, of in aliases.items():
+                is_known(of, name)
+        plan = tracer.plan(without=probed)
+        with tracer.tracing():
+            for name in probed:
+                is_known(name, refusals=(Exception,))
     except Exception as exc:
         reads = tracer.has_lied or any(text in str(exc).lower() for text in _NO_VALUES)
         raise TraceError(last, exc, reads_values=reads) from exc
-    return tracer.plan()
+    untouched = {parameter.name for parameter in plan.parameters if parameter.num_written == 0}
+    return replace(plan, fillable=tracer.taken_by(probed) & untouched)
 
 
 def unplannable(
@@ -199,8 +258,32 @@ class Tracer(TorchDispatchMode):
         with torch.no_grad(), self:
             yield
 
-    def plan(self) -> Plan:
-        """What was found."""
+    def save(self) -> _Noted:
+        """What was found so far, for `restore`."""
+        return _Noted(
+            copies={index: dict(copies) for index, copies in self._copies.items()},
+            fills=dict(self._fills),
+            problems=dict(self._problems),
+            constants={index: dict(names) for index, names in self._constants.items()},
+            images=dict(self._images),
+            spoilt=dict(self._spoilt),
+            written=[(each.problem, each.is_bypassed, dict(each.regions)) for each in self._all_targets],
+        )
+
+    def restore(self, noted: _Noted) -> None:
+        """What was found since `noted` was saved is forgotten."""
+        self._copies, self._fills, self._problems = noted.copies, noted.fills, noted.problems
+        self._constants, self._images, self._spoilt = noted.constants, noted.images, noted.spoilt
+        for each, (problem, is_bypassed, regions) in zip(self._all_targets, noted.written, strict=True):
+            each.problem, each.is_bypassed, each.regions = problem, is_bypassed, regions
+
+    def taken_by(self, names: Collection[str]) -> frozenset[str]:
+        """The targets that any of the checkpoint tensors `names` goes to."""
+        indexes = [index for index, (name, _, _) in enumerate(self._rows) if name in names]
+        return frozenset(copy.parameter for index in indexes for copy in self._copies.get(index, ()))
+
+    def plan(self, without: Collection[str] = ()) -> Plan:
+        """What was found; the rows `without` are not in it, and have not been loaded."""
         for image in self._images.values():
             if image.is_target and not image.is_read:
                 for index in image.indices:
@@ -225,6 +308,7 @@ class Tracer(TorchDispatchMode):
                 tuple(self._constants.get(index, ())),
             )
             for index, (name, dtype, shape) in enumerate(self._rows)
+            if name not in without
         ]
         parameters = tuple(_parameter_plan(written) for written in self._all_targets)
         return Plan(tuple(names), parameters, tuple(self._fills)).without_problems()

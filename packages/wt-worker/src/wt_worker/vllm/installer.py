@@ -59,9 +59,9 @@ class VLLMInstaller:
         self._touched = False
         self._replays: dict[str, Replay] = {}
         self._proof: Proof | None = None
-        parallel = getattr(vllm_config, "parallel_config", None)
-        size = getattr(parallel, "world_size", 1) * getattr(parallel, "data_parallel_size", 1)
-        self._is_single = int(size) == 1
+        # vLLM gives every parameter the same random row then: each looks like a copy of the others, and proves nothing.
+        load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", "")
+        self._is_random = getattr(load_format, "value", load_format) == "dummy"
 
     # --- before a round ------------------------------------------------------------------------------------
 
@@ -111,23 +111,33 @@ class VLLMInstaller:
             if not isinstance(dtype, torch.dtype):
                 raise plan_error(name, f"{name}: torch has no dtype {dtype_name!r}")
             rows.append((name, dtype, shape))
+        optional = [metadata.names[place] for place in metadata.optional]
+        announced = {name: (dtype, shape) for name, dtype, shape in rows}
+        rows += [(alias, *announced[name]) for alias, name in metadata.aliases.items()]
         try:
-            plan, made = self._reload.trace(rows)
+            plan, made = self._reload.trace(rows, optional, metadata.aliases)
         except TraceError as error:
             if not error.reads_values:
-                cause = error.__cause__
-                raise loader_error(self._model, error.name, cause if cause is not None else error) from error
+                _, announced_shape = announced.get(error.name, (None, None))
+                raise loader_error(self._model, error.name, error.__cause__ or error, announced_shape) from error
             targets = [Target(name, name.rpartition(".")[0], tensor) for name, tensor in self._model.named_parameters()]
             plan, made = unplannable(rows, targets, str(error)), []
+        live = live_tensors(self._model)
+        plan = plan.with_aliases(metadata.aliases, lambda one, other: _share_memory(live, one, other))
         layers = self._judge(plan, f"its loader makes tensors of its own ({made[0]})" if made else None)
         strays = {name.name for name in plan.names if name.problem}
-        live = [name for name, _ in self._model.named_parameters() if name not in strays]
+        parameters = [name for name, _ in self._model.named_parameters() if name not in strays]
         known = plan.by_parameter
+        casts, tied = _casts(plan), self._tied(plan)
         return LayerStates(
             plan=plan,
             layers=layers,
-            casts=_casts(plan),
-            untouched=tuple(name for name in live if name in known and known[name].num_written == 0),
+            casts=casts | {name: casts[of] for name, of in tied.items() if of in casts},
+            untouched=(
+                *(name for name in parameters if name in known and known[name].num_written == 0),
+                *sorted(plan.fillable),
+            ),
+            tied=tied,
             expert_maps=[
                 (module, leaf, tensor.clone())
                 for module in self._model.modules()
@@ -135,6 +145,14 @@ class VLLMInstaller:
                 if isinstance(tensor := getattr(module, leaf, None), torch.Tensor)
             ],
         )
+
+    def _tied(self, plan: Plan) -> dict[str, str]:
+        """Names that the loader drops since the model serves them from the memory of another parameter; each with that one's."""
+        live = dict(self._model.named_parameters(remove_duplicate=False))
+        taken = {name.name: name for name in plan.names}
+        first = {id(live[name]): name for name in reversed(live) if name in taken and taken[name].copies}
+        dropped = [name for name, each in taken.items() if name in live and not (each.copies or each.problem)]
+        return {name: first[id(live[name])] for name in dropped if id(live[name]) in first}
 
     def _judge(self, plan: Plan, of_all: str | None) -> dict[str, Layer]:
         """Every layer that has parameters, with the reason why it may not be written in place; `of_all` is one for all."""
@@ -210,17 +228,6 @@ class VLLMInstaller:
                 partial.append((parameter.name, f"{written} of {parameter.num_expected} elements"))
         if partial:
             raise plan_error(partial[0][0], partial_text(partial))
-        if not self._is_single:
-            return
-        for name in plan.names:
-            taken = sum(copy.source.num_elements for copy in name.copies)
-            total = torch.Size(name.shape).numel()
-            if name.problem is None and 0 < taken < total:
-                raise plan_error(
-                    name.name,
-                    f"{name.name} has {total} elements, and the model takes {taken} of them; compare shapes with the "
-                    "checkpoint that the server was started from",
-                )
 
     def _prepared(self, state: LayerStates) -> Prepared:
         in_place = [layer for layer in state.layers.values() if layer.is_in_place]
@@ -233,7 +240,13 @@ class VLLMInstaller:
         self._anchor(state, parameters)
         num_layers = sum(map(len, not_in_place.values()))
         logger.info("%d layers are written in place, %d are not: %s", len(in_place), num_layers, _short(not_in_place))
-        return Prepared(casts=state.casts, binding=binding, not_in_place=not_in_place)
+        return Prepared(
+            casts=state.casts,
+            binding=binding,
+            not_in_place=not_in_place,
+            not_synced=state.untouched,
+            tied=state.tied,
+        )
 
     def describe(self, metadata: Metadata | None = None) -> PlanDescription:
         """How `metadata` would be installed now, or what the last round announced; the next round goes as if nobody had asked.
@@ -276,7 +289,8 @@ class VLLMInstaller:
         state = self._state_now()
         self._touched = False
         self._replays = {}
-        self._proof = Proof(self._model, self._model_config, state) if Proof.needed(state) else None
+        proves = Proof.needed(state) and not self._is_random
+        self._proof = Proof(self._model, self._model_config, state) if proves else None
         is_whole = not (state.bound and state.bound.parameters)
         if not state.loaded and not is_whole:
             return
@@ -308,7 +322,8 @@ class VLLMInstaller:
             for replay in replays:
                 replay.take(plan, tensor)
             if not replays:
-                loaded.append((name, tensor))
+                # A loader may write into what it is given.
+                loaded += [(name, tensor), *((alias, tensor.clone()) for alias in plan.aliases)]
         if loaded:
             self._reload.load(loaded)
 
@@ -327,7 +342,8 @@ class VLLMInstaller:
                 self._touched |= self._reload.touched
             if any(parameter.num_written is None for parameter in state.plan.parameters):
                 written = self._reload.written
-                untouched = tuple(name for name, _ in self._model.named_parameters() if name not in written)
+                names = [*(name for name, _ in self._model.named_parameters()), *sorted(state.plan.fillable)]
+                untouched = tuple(name for name in names if name not in written)
             recomputed = self._reload.recomputed()
         self._touched = True
         state.prepared.binding.fill()
@@ -339,7 +355,7 @@ class VLLMInstaller:
     def commit(self) -> None:
         """What the round has shown of its layers counts."""
         state, self._state = self._state, None
-        self._touched = False
+        self._touched = self._is_random = False
         if state is None:
             return
         if state.settle() or self._proof is not None:
@@ -369,6 +385,11 @@ def _can_be_replayed(plan: Plan, layer: Layer) -> bool:
     """Whether filling its parameters as the plan says, in any order, gives what its loader gives, and vLLM then installs them."""
     parameters = [plan.by_parameter[name] for name in layer.parameters]
     return not any(each.problem or each.is_optional or plan.cover.get(each.name) for each in parameters)
+
+
+def _share_memory(live: Mapping[str, torch.Tensor], one: str, other: str) -> bool:
+    """Whether two parameters are served from the same memory."""
+    return one in live and other in live and live[one].data_ptr() == live[other].data_ptr() != 0
 
 
 def _casts(plan: Plan) -> dict[str, str]:

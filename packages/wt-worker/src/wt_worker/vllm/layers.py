@@ -60,7 +60,8 @@ class LayerStates:
         plan: where everything lands.
         layers: by name.
         casts: see `Prepared.casts`.
-        untouched: the model's parameters that a round does not write.
+        untouched: the model's parameters, and buffers that a checkpoint fills, that a round does not write.
+        tied: see `Prepared.tied`.
         expert_maps: (module, attribute, what it was), as when the plan was made.
         prepared: of the last round; None if the next one is installed in another way.
         loaded: with it, the layers that are not written in place.
@@ -76,6 +77,7 @@ class LayerStates:
     casts: dict[str, str]
     untouched: tuple[str, ...]
     expert_maps: list[tuple[torch.nn.Module, str, torch.Tensor]]
+    tied: dict[str, str] = field(default_factory=dict)
     prepared: Prepared | None = None
     loaded: list[Layer] = field(default_factory=list)
     bound: Binding | None = None

@@ -16,7 +16,7 @@ because vLLM 0.26 to 0.33 lacks them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from wt_common import PlanError
 from wt_worker.placement.plan import Plan
+from wt_worker.placement.trace import error_text
 from wt_worker.vllm.cover import Target, WriteRecorder
 from wt_worker.vllm.cpu import forget_moe_kernels, repack_tied_weights
 from wt_worker.vllm.derived import is_attention, recomputed
@@ -70,15 +71,21 @@ class LayerwiseReload:
         """Whether layers are on the meta device."""
         return self._recorder is not None
 
-    def trace(self, rows: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[Plan, list[str]]:
+    def trace(
+        self,
+        rows: Sequence[tuple[str, torch.dtype, Sequence[int]]],
+        optional: Collection[str],
+        aliases: Mapping[str, str],
+    ) -> tuple[Plan, list[str]]:
         """Where `load_weights` would put what `rows` announces, and attributes that it sets to tensors of its own making.
 
-        The model is as before: layers get their tensors back, and nothing is processed. Raises TraceError.
+        `optional` and `aliases` are as for `trace_model`. The model is as before: layers get their tensors back, and nothing is
+        processed. Raises TraceError.
         """
         self.begin(None)
         try:
             with self._vllm_context():
-                return trace_model(self._model, rows)
+                return trace_model(self._model, rows, optional, aliases)
         finally:
             self._put_back()
 
@@ -261,13 +268,15 @@ class _Layers:
         return iter(self._layers)
 
 
-def loader_error(model: torch.nn.Module, name: str, error: BaseException) -> PlanError:
-    """What is raised where the model's loader failed."""
+def loader_error(
+    model: torch.nn.Module, name: str, error: BaseException, shape: Sequence[int] | None = None
+) -> PlanError:
+    """What is raised where the model's loader failed at `name`, which was announced with `shape`."""
+    announced = "" if shape is None else f", announced with shape {list(shape)}"
     return plan_error(
         name,
-        f"the loader of {type(model).__name__} failed at {name}, or shortly before it: "
-        f"{type(error).__name__}: {error}; compare names, shapes and dtypes with the "
-        "checkpoint that the server was started from",
+        f"the loader of {type(model).__name__} failed at {name}{announced}, or shortly before it: {error_text(error)}; compare "
+        "names, shapes and dtypes with the checkpoint that the server was started from",
     )
 
 

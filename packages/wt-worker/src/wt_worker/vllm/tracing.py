@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ import torch
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import REPLACED, Target, trace
 
-__all__ = ["skipped_names", "trace_model"]
+__all__ = ["SET_BY_VLLM", "checkpoint_buffers", "skipped_names", "trace_model"]
 
 
 def trace_model(
-    model: torch.nn.Module, rows: Sequence[tuple[str, torch.dtype, Sequence[int]]]
+    model: torch.nn.Module,
+    rows: Sequence[tuple[str, torch.dtype, Sequence[int]]],
+    optional: Collection[str] = (),
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Plan, list[str]]:
     """Where `model.load_weights` puts the checkpoint tensors that `rows` announces, and attributes that it sets to new tensors.
+
+    `optional` and `aliases` are as for `trace`; the model's own persistent buffers are its probes, except those that vLLM sets.
 
     To be called with the model prepared for a layerwise reload: on the meta device, with loaders that would process a layer when
     it is complete. The original loaders are called in their stead.
@@ -30,6 +36,12 @@ def trace_model(
     skipped = skipped_names(model)
     registered = {(module, leaf): tensor for module, leaf, tensor in _tensors(model)}
     attributes = {module: dict(vars(module)) for module in model.modules()}
+    announced = {name for name, _, _ in rows}
+    probes = [
+        (name, buffer.dtype, tuple(buffer.shape))
+        for name, buffer in checkpoint_buffers(model).items()
+        if name not in announced
+    ]
     counts: dict[int, int] = {}
     replaced: list[tuple[torch.nn.Module, str]] = []
     made: list[str] = []
@@ -40,6 +52,9 @@ def trace_model(
                 list(_targets(model)),
                 lambda pairs: model.load_weights(pair for pair in pairs if pair[0] not in skipped),  # type: ignore[operator]
                 counts,
+                optional=optional,
+                aliases=aliases,
+                probes=probes,
             )
         finally:
             replaced += _put_back(model, registered)
@@ -47,6 +62,28 @@ def trace_model(
     if replaced:
         plan = _with_replaced(model, plan, replaced)
     return plan, made
+
+
+SET_BY_VLLM = {
+    "_q_scale": "scales of attention, 1 unless a checkpoint has others, which then come under names of their own (attention.py)",
+    "_k_scale": "the same",
+    "_v_scale": "the same",
+    "_prob_scale": "the same",
+    "expert_map": "which expert is on which rank (fused_moe/routed_experts.py)",
+    "expert_mask": "the same",
+}
+"""Ends of the names of persistent buffers that vLLM computes by itself, and why no trainer need send them."""
+
+
+def checkpoint_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's persistent buffers that a checkpoint may fill: not those that vLLM sets itself."""
+    found = {}
+    for prefix, module in model.named_modules():
+        temporary = module._non_persistent_buffers_set  # noqa: SLF001  # torch has no other way
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in temporary and not leaf.endswith(tuple(SET_BY_VLLM)):
+                found[f"{prefix}.{leaf}" if prefix else leaf] = buffer
+    return found
 
 
 def skipped_names(model: torch.nn.Module) -> set[str]:
