@@ -519,7 +519,7 @@ def test_optional_name_and_alias_that_a_loader_does_not_know():
 
 
 def test_buffer_that_the_loader_would_fill_is_not_synced():
-    """Of a model with a loader of its own, a buffer that it takes from a checkpoint is missed; one that it does not know is not."""
+    """A buffer that the model's own loader takes from a checkpoint is missed; one that it does not know is not."""
 
     def load(model, name, tensor):
         load_fused(model, name, tensor) if name in "qkv" else {"bias": model.bias}[name].copy_(tensor)
