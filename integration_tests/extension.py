@@ -20,6 +20,18 @@ class EchoExtension:
         return f"{value} from rank {self.rank}"
 
 
+class StageExtension:
+    """What a vLLM in pipeline stages lacks on a CPU."""
+
+    def make_stage_buffers(self) -> None:
+        """The runner has room for what the stage before it hands over; on a GPU its warm-up makes it."""
+        runner = self.model_runner
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+
 class PlacementExtension:
     """What tests of placement ask a worker."""
 
@@ -195,7 +207,7 @@ def _flip(tensor: Any) -> None:
     data[:1].bitwise_xor_(1)
 
 
-class TestExtension(EchoExtension, PlacementExtension):
+class TestExtension(EchoExtension, StageExtension, PlacementExtension):
     """All of it."""
 
     __test__ = False

@@ -10,7 +10,7 @@ from typing import Any
 
 import models
 import pytest
-from engines import InProcess
+from engines import InProcess, Servers
 from harness import Cast, HostError, TrainerHost
 from test_sync import PROMPT, TOLERANCE
 
@@ -202,3 +202,76 @@ def test_server_with_random_weights_needs_all_of_the_model(
     trainer.call("configure_withheld", param=norm)
     trainer.call("init")
     assert sync(trainer, 4)["workers"][0]["not_synced"] == [norm]
+
+
+# --- set-ups that are healthy ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "layout"), [("llama", "whole"), ("llama-tied", "renamed")], ids=["plain", "tied"])
+def test_pipeline_stages_commit(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    started: Callable[..., InProcess],
+    cast: Cast,
+    model: str,
+    layout: str,
+) -> None:
+    """Ranks that have some layers each make up the model together; a tied head has a tensor of its own on the last."""
+    if model == "llama" and not request.config.getoption("--all"):
+        pytest.skip("the tied one shows it; this one with --all")
+    engine = started(checkpoint(model), pipeline_parallel_size=2)
+    trainer = trainer_of(cast, engine, model, layout=layout)
+    trainer.call("init")
+    for seed in (3, 4, 5):
+        report = sync(trainer, seed)
+        assert report["ignored"] == report["unknown"] == []
+        assert all(worker["not_synced"] == [] for worker in report["workers"])
+        assert difference(engine, model, seed) < TOLERANCE
+
+
+def test_expert_parallel_ranks_commit(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    started: Callable[..., InProcess],
+    cast: Cast,
+) -> None:
+    """Ranks that each have some of the experts make up the model together.
+
+    vLLM's CPU build cannot generate so. All that serves is other after a round of other weights, and as at the start after one with
+    the checkpoint's.
+    """
+    if not request.config.getoption("--all"):
+        pytest.skip("an engine of two ranks that cannot generate, with --all")
+    engine = started(checkpoint("qwen3-moe"), tensor_parallel_size=2, enable_expert_parallel=True)
+    fresh = engine.host.call("each_rank", method="live_digests", arguments=[])
+    trainer = trainer_of(cast, engine, "qwen3-moe")
+    trainer.call("init")
+    for seed, same in ((3, False), (4, False), (0, True)):
+        report = sync(trainer, seed)
+        assert report["ignored"] == report["unknown"] == []
+        assert all(worker["not_synced"] == [] for worker in report["workers"])
+        live = engine.host.call("each_rank", method="live_digests", arguments=[])
+        for now, then in zip(live, fresh, strict=True):
+            weights = [name for name in then if name.endswith(("weight", "bias")) and then[name]]
+            assert len(weights) > 10
+            assert [name for name in weights if (now[name] == then[name]) is not same] == []
+
+
+def test_data_parallel_engines_commit(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path: Path, cast: Cast
+) -> None:
+    """Two engines behind one server each take the whole model."""
+    if not request.config.getoption("--all"):
+        pytest.skip("a server of two engines, with --all")
+    server = Servers(checkpoint("llama"), tmp_path, arguments=("--data-parallel-size", "2"))
+    try:
+        trainer = trainer_of(cast, server, "llama")
+        trainer.call("init")
+        for seed in (3, 4):
+            report = sync(trainer, seed)
+            assert len({worker["engine"] for worker in report["workers"]}) == 2
+            assert all(worker["not_synced"] == [] for worker in report["workers"])
+            for _ in range(4):  # whichever engine answers
+                assert difference(server, "llama", seed) < TOLERANCE
+    finally:
+        server.close()

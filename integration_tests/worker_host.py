@@ -165,11 +165,15 @@ class VLLMHost:
             gpu_memory_utilization=config.get("gpu_memory_utilization", 0.9),
             weight_transfer_config={"backend": config.get("backend", "wt_gloo")},
             tensor_parallel_size=config.get("tensor_parallel_size", 1),
+            pipeline_parallel_size=config.get("pipeline_parallel_size", 1),
+            enable_expert_parallel=config.get("enable_expert_parallel", False),
             quantization=config.get("quantization"),
             load_format=config.get("load_format", "auto"),
             skip_tokenizer_init=config.get("load_format") == "dummy",
             worker_extension_cls="extension.TestExtension",
         )
+        if config.get("pipeline_parallel_size", 1) > 1:
+            self.llm.collective_rpc("make_stage_buffers")
         self.takes_version = "weight_version" in inspect.signature(self.llm.finish_weight_update).parameters
 
     def each_rank(self, method: str, arguments: list[Any]) -> list[Any]:
