@@ -237,8 +237,8 @@ def test_expert_parallel_ranks_commit(
 ) -> None:
     """Ranks that each have some of the experts make up the model together.
 
-    vLLM's CPU build cannot generate so. All that serves is other after a round of other weights, and as at the start after one with
-    the checkpoint's.
+    vLLM's CPU build cannot generate so. All that serves is other after a round of other weights, and as at the start after
+    one with the checkpoint's.
     """
     if not request.config.getoption("--all"):
         pytest.skip("an engine of two ranks that cannot generate, with --all")
