@@ -7,10 +7,13 @@ from typing import Any
 
 if os.environ.get("WT_TEST_UNPACKED") == "1":
     # Layers of vLLM's CPU build multiply with packed copies of their weights; without them they do as on CUDA. This module is
-    # imported by each worker before it builds its model.
+    # imported by each worker before it builds its model. oneDNN packs on every CPU; with AMX, another kernel packs small layers in
+    # bfloat16. Experts and convolutions stay packed: their kernels take nothing else.
     import vllm._custom_ops
+    import vllm.model_executor.layers.utils
 
     vllm._custom_ops._supports_onednn = False
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 class EchoExtension:

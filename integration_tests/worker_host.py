@@ -142,6 +142,20 @@ def _register(model: Any, name: str, param: Any) -> None:
     module.register_parameter(leaf, param)
 
 
+def _attention_options(dtype: str) -> dict[str, Any]:
+    """What makes every CPU compute latent attention in float32 as well.
+
+    Where there is AMX, vLLM takes a kernel for it that refuses float32, unless its reference is asked for. For other kinds of
+    attention a CPU ignores the option. Before vLLM 0.28 there is no such kernel, and no name for the reference.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if dtype == "float32" and current_platform.is_cpu() and "CPU_MLA" in AttentionBackendEnum.__members__:
+        return {"attention_config": {"backend": "CPU_MLA"}}
+    return {}
+
+
 class VLLMHost:
     """A whole vLLM in this process (`LLM`), its engine core and worker included."""
 
@@ -171,6 +185,7 @@ class VLLMHost:
             load_format=config.get("load_format", "auto"),
             skip_tokenizer_init=config.get("load_format") == "dummy",
             worker_extension_cls="extension.TestExtension",
+            **_attention_options(config.get("dtype", "float32")),
         )
         if config.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc("make_stage_buffers")
