@@ -7,8 +7,8 @@ from typing import Any
 
 if os.environ.get("WT_TEST_UNPACKED") == "1":
     # Layers of vLLM's CPU build multiply with packed copies of their weights; without them they do as on CUDA. This module is
-    # imported by each worker before it builds its model. oneDNN packs on every CPU; with AMX, another kernel packs small layers in
-    # bfloat16. Experts and convolutions stay packed: their kernels take nothing else.
+    # imported by each worker before it builds its model. oneDNN packs on every CPU; with AMX, another kernel packs small layers
+    # in bfloat16. Experts and convolutions stay packed: their kernels take nothing else.
     import vllm._custom_ops
     import vllm.model_executor.layers.utils
 
@@ -174,6 +174,15 @@ class PlacementExtension:
         model.load_weights = load
         self._undo.append(lambda: delattr(model, "load_weights"))
         return "model.layers.0.input_layernorm"
+
+    def _plant_detached_view(self, model: Any) -> str:
+        """What a buffer shows was the weight's memory, until processing gave the weight other memory."""
+        layer = model.model.layers[0].mlp
+        weight = layer.down_proj.weight
+        layer.register_buffer("probe", weight.data.view(-1), persistent=False)
+        self._undo.append(lambda: delattr(layer, "probe"))
+        weight.data = weight.data.clone()
+        return "model.layers.0.mlp.down_proj"
 
     def _plant_two_names(self, model: Any) -> str:
         before = model.lm_head.weight

@@ -76,6 +76,15 @@ def test_parameter_that_a_load_replaces_is_refused(plant: Callable[[str], tuple[
     assert (error["type"], error["outcome"], error["param"]) == ("PlanError", "unchanged", f"{layer}.weight")
 
 
+def test_view_that_processing_left_behind_is_refused(plant: Callable[[str], tuple[TrainerHost, str]]) -> None:
+    """A buffer that shows memory which its parameter has left, and nobody fills, is an error before a byte moves."""
+    trainer, layer = plant("detached_view")
+    with pytest.raises(HostError, match=r"mlp\.probe was a view of") as caught:
+        sync(trainer, 3)
+    error = caught.value.error
+    assert (error["type"], error["outcome"], error["param"]) == ("PlanError", "unchanged", f"{layer}.weight")
+
+
 @pytest.mark.parametrize(("trap", "path"), [("float_copy", "attn.impl.probe"), ("concatenated", "mlp.probe")])
 def test_copy_that_nobody_makes_again_is_refused(
     plant: Callable[[str], tuple[TrainerHost, str]], trap: str, path: str

@@ -17,7 +17,14 @@ from vllm.platforms import current_platform
 
 from wt_worker.vllm.cover import tied_storages
 
-__all__ = ["forget_moe_kernels", "packed_tied_layers", "repack", "repack_tied_weights"]
+__all__ = [
+    "attach_convolution",
+    "detached_convolutions",
+    "forget_moe_kernels",
+    "packed_tied_layers",
+    "repack",
+    "repack_tied_weights",
+]
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
@@ -49,6 +56,26 @@ def packed_tied_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and isinstance(weight, torch.nn.Parameter) and weight.untyped_storage() in tied:
             yield name, layer
+
+
+def detached_convolutions(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The mixers, with their names, that compute with a view which their convolution's weight has left behind.
+
+    Mamba2 makes the buffer `conv_weights`, a view of `conv1d.weight`. On a CPU that packs convolutions, vLLM then gives the
+    weight other memory for the packed bytes, at the first load; the buffer keeps the old memory, and is what the forward reads.
+    The layer keeps the weight of its last load, not packed, as well (`layers/utils.py`, `_cpu_unpacked_conv_weight`).
+    """
+    for name, layer in model.named_modules():
+        view, convolution = layer._buffers.get("conv_weights"), layer._modules.get("conv1d")  # noqa: SLF001  # without torch's search
+        if view is None or not isinstance(getattr(convolution, "_cpu_unpacked_conv_weight", None), torch.Tensor):
+            continue
+        if view.untyped_storage().data_ptr() != convolution.weight.untyped_storage().data_ptr():
+            yield name, layer
+
+
+def attach_convolution(layer: Any) -> None:
+    """The view of `layer`, one of `detached_convolutions`, has the weight that was loaded last."""
+    layer.conv_weights.copy_(layer.conv1d._cpu_unpacked_conv_weight)  # noqa: SLF001  # nobody else keeps it
 
 
 def repack_tied_weights(model: torch.nn.Module) -> None:

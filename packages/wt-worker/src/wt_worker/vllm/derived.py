@@ -14,7 +14,7 @@ from vllm.model_executor.layers import attention
 from vllm.platforms import current_platform
 
 from wt_common import PlanError
-from wt_worker.vllm.cpu import packed_tied_layers, repack
+from wt_worker.vllm.cpu import attach_convolution, detached_convolutions, packed_tied_layers, repack
 
 __all__ = [
     "IN_PLACE",
@@ -161,6 +161,11 @@ def _tied_heads(model: torch.nn.Module, _: Any) -> Iterator[tuple[str, Callable[
         yield name, lambda layer=layer: repack(layer)  # type: ignore[misc]
 
 
+def _convolutions(model: torch.nn.Module, _: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+    for name, layer in detached_convolutions(model):
+        yield name, lambda layer=layer: attach_convolution(layer)  # type: ignore[misc]
+
+
 RECOMPUTED: tuple[Recomputed, ...] = (
     Recomputed(
         "an attention layer's own state: dequantized MLA factors, float32 sinks, scales as numbers "
@@ -176,6 +181,11 @@ RECOMPUTED: tuple[Recomputed, ...] = (
         "on a CPU, the packed copy that a tied output head multiplies with, which vLLM packs once "
         "(vocab_parallel_embedding.py, process_weights_after_loading)",
         _tied_heads,
+    ),
+    Recomputed(
+        "on a CPU that packs convolutions, a mixer's view of its convolution's weight, which vLLM leaves behind "
+        "(mamba/mamba_mixer2.py, layers/utils.py, dispatch_cpu_unquantized_gemm)",
+        _convolutions,
     ),
 )
 """What is made again at the end of every round."""

@@ -26,6 +26,7 @@ from wt_worker.placement.describe import LayerDescription, PlanDescription
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import REPLACED, STRAY, Target, TraceError, unplannable
 from wt_worker.vllm.derived import is_attention, model_reason, refuse, verdict
+from wt_worker.vllm.detached import refuse_detached_views
 from wt_worker.vllm.layers import Layer, LayerStates, share_reasons, shared_layers
 from wt_worker.vllm.proof import Proof, live_tensors
 from wt_worker.vllm.reload import LayerwiseReload, loader_error, partial_text, plan_error
@@ -122,6 +123,7 @@ class VLLMInstaller:
                 raise loader_error(self._model, error.name, error.__cause__ or error, announced_shape) from error
             targets = [Target(name, name.rpartition(".")[0], tensor) for name, tensor in self._model.named_parameters()]
             plan, made = unplannable(rows, targets, str(error)), []
+        refuse_detached_views(self._model)
         live = live_tensors(self._model)
         plan = plan.with_aliases(metadata.aliases, lambda one, other: _share_memory(live, one, other))
         layers = self._judge(plan, f"its loader makes tensors of its own ({made[0]})" if made else None)
