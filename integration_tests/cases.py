@@ -86,24 +86,36 @@ class PlacementCase:
         model: kind of `models.py`.
         packed: whether layers multiply with packed copies of their weights, as is usual on a CPU, or with these, as on CUDA.
         num_ranks: of tensor parallelism.
+        dtype: of the engine; the trainer's weights are float32.
         not_in_place: words of each reason for which a layer goes through the loader, and how many layers have it.
+        with_packed_convolutions: further ones on a CPU for which vLLM packs convolutions: one with avx512_bf16, for bfloat16.
         kinds: how many parameters the plan writes in each way, by rank.
     """
 
     model: str
     packed: bool
     num_ranks: int = 1
+    dtype: str = "float32"
     not_in_place: dict[str, int]
+    with_packed_convolutions: dict[str, int] = field(default_factory=dict)
     kinds: tuple[dict[str, int], ...]
 
     def __str__(self) -> str:
-        return f"{self.model}-{'packed' if self.packed else 'unpacked'}-tp{self.num_ranks}"
+        name = f"{self.model}-{'packed' if self.packed else 'unpacked'}-tp{self.num_ranks}"
+        return name if self.dtype == "float32" else f"{name}-{self.dtype}"
 
 
-def _placed(model: str, variant: str, not_in_place: dict[str, int], *kinds: dict[str, int]) -> PlacementCase:
+def _placed(
+    model: str, variant: str, not_in_place: dict[str, int], *kinds: dict[str, int], **options: Any
+) -> PlacementCase:
     words, _, ranks = variant.partition("-tp")
     return PlacementCase(
-        model=model, packed=words == "packed", num_ranks=int(ranks or 1), not_in_place=not_in_place, kinds=kinds
+        model=model,
+        packed=words == "packed",
+        num_ranks=int(ranks or 1),
+        not_in_place=not_in_place,
+        kinds=kinds,
+        **options,
     )
 
 
@@ -371,6 +383,14 @@ PLACEMENT_ALL = (
     ),
     _placed(
         "mamba2",
+        "packed",
+        {"packed copy": 6, "weight_utils.py": 2},
+        {"contiguous+cast": 6, "contiguous+filled+cast": 2, "loader": 2, "whole+cast": 11},
+        dtype="bfloat16",
+        with_packed_convolutions={"conv1d.weight is served with shape": 2},
+    ),
+    _placed(
+        "mamba2",
         "packed-tp2",
         {"packed copy": 6, "weight_utils.py": 2},
         {"contiguous": 14, "loader": 2, "strided": 2, "whole": 3},
@@ -387,6 +407,7 @@ PLACEMENT_DEFAULT = tuple(
         "gpt-oss-unpacked-tp1",  # replayed experts beside layers in place
         "deepseek-v2-unpacked-tp1",  # latent attention
         "mamba2-packed-tp1",  # a value transform; packed copies
+        "mamba2-packed-tp1-bfloat16",  # convolutions whose packing leaves a view behind, on some CPUs
     }
 )
 """Of the kinds that `DEFAULT` does not have."""

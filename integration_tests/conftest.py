@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,22 +68,42 @@ def measured(request: pytest.FixtureRequest) -> Callable[[float], None]:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function from model kind to the folder of its checkpoint with seed 0, written once."""
-    made: dict[str, Path] = {}
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function from model kind, and seed (0 if none is given), to the folder of its checkpoint, written once."""
+    made: dict[tuple[str, int], Path] = {}
 
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            models.save_checkpoint(kind, 0, made[kind])
-        return made[kind]
+    def get(kind: str, seed: int = 0) -> Path:
+        if (kind, seed) not in made:
+            made[kind, seed] = tmp_path_factory.mktemp(f"{kind}-{seed}")
+            models.save_checkpoint(kind, seed, made[kind, seed])
+        return made[kind, seed]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def fresh_load(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., engines.FreshLoad]:
+    """A function from model kind, seed and the engine's options to what an engine serves that has loaded just that.
+
+    Each such engine is started once, and has ended when this returns.
+    """
+    made: dict[tuple[Any, ...], engines.FreshLoad] = {}
+
+    def get(kind: str, seed: int, prompt: list[int], **config: Any) -> engines.FreshLoad:
+        key = (kind, seed, tuple(prompt), *sorted(config.items()))
+        if key not in made:
+            directory = tmp_path_factory.mktemp(f"fresh-{kind}-{seed}")
+            made[key] = engines.FreshLoad.of(checkpoint(kind, seed), directory, prompt, **config)
+        return made[key]
 
     return get
 
 
 @pytest.fixture(scope="session")
 def servers(
-    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[EmbeddedServer]]:
     """Two embedded ones, which started from the checkpoint of `llama`; for the examples and the documentation's code blocks."""
     started = [EmbeddedServer(checkpoint("llama"), tmp_path_factory.mktemp("server")) for _ in range(2)]
@@ -95,7 +116,7 @@ def servers(
 
 
 @pytest.fixture(scope="session")
-def _running(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Iterator[engines.Running]:
+def _running(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Iterator[engines.Running]:
     """At most one engine at a time, kept while the next test wants the same."""
     running = engines.Running(tmp_path_factory, checkpoint)
     yield running

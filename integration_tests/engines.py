@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 from harness import VLLMServer, WorkerHost, together
 
-__all__ = ["Engine", "Running"]
+__all__ = ["Engine", "FreshLoad", "InProcess", "Running"]
 
 
 class Engine(Protocol):
@@ -60,6 +61,34 @@ class InProcess:
 
     def close(self) -> None:
         self.host.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreshLoad:
+    """What a vLLM serves that has loaded a checkpoint, and was never sent a byte.
+
+    Attributes:
+        digests: by rank, the digest of each parameter and buffer.
+        logprobs: log-probability of each token of the prompt after the first.
+    """
+
+    digests: list[dict[str, int]]
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, model: Path, directory: Path, prompt: list[int], **config: Any) -> FreshLoad:
+        """Of the checkpoint in `model`, by an engine with the options `config`, which is started for it and ended."""
+        engine = InProcess(model, directory, **config)
+        try:
+            return cls.now(engine, prompt)
+        finally:
+            engine.close()
+
+    @classmethod
+    def now(cls, engine: InProcess, prompt: list[int]) -> FreshLoad:
+        """Of an engine that runs."""
+        digests = engine.host.call("each_rank", method="live_digests", arguments=[])
+        return cls(digests=digests, logprobs=engine.prompt_logprobs(prompt)[0])
 
 
 class Servers:
