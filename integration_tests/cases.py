@@ -363,6 +363,29 @@ PLACEMENT_ALL = (
         {"contiguous": 7, "contiguous+filled": 2, "strided": 5, "whole": 10},
     ),
     _placed(
+        "glm4-moe", "unpacked", {"repacked for the kernel": 1}, {"contiguous": 6, "contiguous+filled": 2, "whole": 11}
+    ),
+    _placed(
+        "glm4-moe",
+        "unpacked-tp2",
+        {"repacked for the kernel": 1},
+        {"contiguous": 7, "strided": 5, "whole": 7},
+        {"contiguous": 5, "contiguous+filled": 2, "strided": 5, "whole": 7},
+    ),
+    _placed(
+        "glm4-moe",
+        "packed",
+        {"packed copy": 11, "repacked for the kernel": 1},
+        {"contiguous": 6, "contiguous+filled": 2, "whole": 11},
+    ),
+    _placed(
+        "glm4-moe",
+        "packed-tp2",
+        {"packed copy": 11, "repacked for the kernel": 1},
+        {"contiguous": 7, "strided": 5, "whole": 7},
+        {"contiguous": 5, "contiguous+filled": 2, "strided": 5, "whole": 7},
+    ),
+    _placed(
         "mamba2",
         "unpacked",
         {"weight_utils.py": 2},
@@ -406,6 +429,7 @@ PLACEMENT_DEFAULT = tuple(
         "gpt2-unpacked-tp1",  # transposed
         "gpt-oss-unpacked-tp1",  # replayed experts beside layers in place
         "deepseek-v2-unpacked-tp1",  # latent attention
+        "glm4-moe-packed-tp1",  # a router's bias, which two modules of vLLM have
         "mamba2-packed-tp1",  # a value transform; packed copies
         "mamba2-packed-tp1-bfloat16",  # convolutions whose packing leaves a view behind, on some CPUs
     }

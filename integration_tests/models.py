@@ -22,6 +22,8 @@ from transformers import (
     FalconForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -145,6 +147,20 @@ _KINDS: dict[str, tuple[type[PreTrainedModel], Any]] = {
             moe_intermediate_size=48,
         ),
     ),
+    "glm4-moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **_SHAPE,
+            **_EXPERTS,
+            first_k_dense_replace=1,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=48,
+            norm_topk_prob=True,
+        ),
+    ),
     "mamba2": (
         Mamba2ForCausalLM,
         Mamba2Config(**_HEADLESS, num_heads=4, head_dim=32, state_size=16, n_groups=1, chunk_size=16),
@@ -154,7 +170,7 @@ _KINDS: dict[str, tuple[type[PreTrainedModel], Any]] = {
 KINDS: tuple[str, ...] = tuple(_KINDS)
 """Plain; head tied; a vocabulary that 2 does not divide; biases; norms of q and k; experts (two spellings); two windows;
 projections fused on disk; transposed; fused by groups; sinks, and a loader that writes into its source; latent
-attention; a parameter that is loaded as minus its exponential.
+attention; a router's bias, which is a buffer in transformers; a parameter that is loaded as minus its exponential.
 
 vLLM computes what transformers does, with one exception: on the CPU its rotary kernel is wrong for `deepseek-v2`, unless
 `compilation_config={"custom_ops": ["-rotary_embedding"]}`.
@@ -162,6 +178,7 @@ vLLM computes what transformers does, with one exception: on the CPU its rotary 
 
 _NOISE: tuple[tuple[str, int, float, int | None], ...] = (
     # what "kind name" has; mean and deviation; by the root of which dimension's size that is divided: of the inputs
+    (r"e_score_correction_bias$", 0, 5, None),  # beside scores between 0 and 1: it decides which experts are taken
     (r"bias$|sinks$", 0, 0.3, None),
     (r"norm|\.ln_", 1, 0.3, None),
     (r"^gemma.*embed", 0, 0.1, None),  # the model multiplies it by 8, and would repeat its input if this were more
@@ -173,12 +190,13 @@ _NOISE: tuple[tuple[str, int, float, int | None], ...] = (
 
 
 def build_model(kind: str, seed: int) -> PreTrainedModel:
-    """A model of `kind` in float32 on the CPU, in which every parameter depends on `seed`."""
+    """A model of `kind` in float32 on the CPU, in which every parameter, and every router's bias, depends on `seed`."""
     model_class, config = _KINDS[kind]
     model: PreTrainedModel = model_class(config)
     model.train(mode=False).requires_grad_(requires_grad=False)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    router_biases = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
+    for name, parameter in (*model.named_parameters(), *router_biases):
         noise = torch.randn(parameter.shape, generator=generator)
         _, mean, deviation, dim = next(rule for rule in _NOISE if re.search(rule[0], f"{kind} {name}"))
         noise = deviation * (noise.clamp(-2, 2) if mean else noise)

@@ -96,6 +96,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def _note(self, operation: str, written: torch.Tensor, source: Any = None, *_: Any) -> None:
         """Note one operation in place."""
         storage = written.untyped_storage()
+        if isinstance(source, torch.Tensor) and _is_same(written, source):
+            return  # vLLM copies onto itself what it never moved: that is no write, and nothing was sent
         if storage in self._tied and isinstance(source, torch.Tensor):
             if storage in self._written_tied and not torch.equal(written, source):
                 self.conflicts.append(self._tied[storage])
@@ -105,8 +107,6 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return
         is_live = not target.tensor.is_meta
         if is_live:
-            if isinstance(source, torch.Tensor) and source.untyped_storage() is storage:
-                return  # vLLM copies onto itself what it never moved
             self.has_written_live = True
         elif not self._is_kept(target):
             target.is_bypassed = True
@@ -115,6 +115,13 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             strides = tuple(step * size for step in written.stride())
             start = int(written.storage_offset()) * size
             target.boxes.add(Box(start, (*written.shape, size), (*strides, 1)))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same elements of the same memory, in the same order."""
+    if one.is_meta or one.untyped_storage() is not other.untyped_storage():
+        return False
+    return (one.storage_offset(), one.shape, one.stride()) == (other.storage_offset(), other.shape, other.stride())
 
 
 def tied_storages(model: torch.nn.Module) -> dict[torch.UntypedStorage, str]:
