@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +45,7 @@ from wt_common.session import (
     proof,
 )
 from wt_trainer import session as module
+from wt_trainer.connection import connect
 from wt_trainer.session import Session, local_address_towards
 
 WAIT_S = 10
@@ -265,6 +266,56 @@ def test_thousand_silent_connections_do_not_keep_a_peer_out(session, dial, join)
             time.sleep(0.05)
     assert 0 < most <= 64
     assert all(stranger.at_end() for stranger in strangers)
+
+
+def idle(session, address):
+    """A connection from `address` of this host that the session has accepted, and that says nothing."""
+    sock = socket.create_connection(("127.0.0.1", session.port), timeout=WAIT_S, source_address=(address, 0))
+    assert sock.recv(4)
+    return sock
+
+
+def test_idle_strangers_of_the_own_address_keep_no_peer_out(session, join):
+    """Where strangers have taken all places, also from a peer's own address, the oldest of them is closed for the peer."""
+    with ExitStack() as strangers:
+        held = [strangers.enter_context(idle(session, "127.0.0.1")) for _ in range(module._MAX_PENDING_HANDSHAKES)]
+        started = time.monotonic()
+        join(session)
+        assert time.monotonic() - started < module._HANDSHAKE_S / 2, "the strangers' time was waited for"
+        assert at_end(held[0])
+    assert len(session.workers) == 1
+
+
+def test_strangers_of_one_address_push_out_nobody_of_another(session, dial, hello):
+    """A peer that is still in its handshake stays while strangers of another address come and push out one another."""
+    peer = dial(session)
+    challenge = peer.receive(Challenge)
+    with ExitStack() as strangers:
+        for _ in range(2 * module._MAX_PENDING_HANDSHAKES):
+            strangers.enter_context(idle(session, "127.0.0.2"))
+        auth, _ = answer_challenge(challenge, secret=session.secret, session=session.id)
+        peer.send(auth)
+        peer.receive(Welcome)
+        peer.send(hello())
+        peer.receive(Accepted)
+    assert len(session.workers) == 1
+
+
+def at_end(sock):
+    """Whether the other end has closed; what it said before is left out."""
+    with suppress(ConnectionError):
+        while sock.recv(1 << 16):
+            pass
+    return True
+
+
+@pytest.mark.parametrize(("files", "places"), [(64, 8), (256, 32), (4096, 64)], ids=str)
+def test_strangers_get_few_of_the_files(monkeypatch, files, places):
+    """However few files this process may open, most of them are not for strangers; a session never has none for them."""
+    monkeypatch.setattr(module.resource, "getrlimit", lambda _: (files, files))
+    assert module._num_places() == places
+    monkeypatch.setattr(module.resource, "getrlimit", lambda _: (4, 4))
+    assert module._num_places() == 1
 
 
 def test_running_out_of_files_does_not_close_the_port(session, join, caplog):
@@ -505,13 +556,41 @@ def test_incomplete_list_says_who_came_and_who_is_missing(session, join, ranks, 
 
 
 def test_late_hello_is_refused(session, join, dial, hello):
-    """After the list is sealed no worker is added: it is told to wait for the trainer's next init."""
+    """Who is in its handshake when the list is sealed is not added: it is told to wait for the trainer's next init."""
     join(session)
+    late = dial(session)
+    late.authenticate(session.secret, session.id)
     session.seal(None)
-    error = refused(session, dial, hello(engine="late"))
+    late.send(hello(engine="late"))
+    error = error_from_wire(late.receive(Refused).error)
+    assert late.at_end()
     assert isinstance(error, AgreementError)
     assert "came after the list was sealed" in error.message
     assert len(session.workers) == 1
+
+
+def test_sealed_session_does_not_listen(session, join, until):
+    """Nobody can come any more once the list is sealed, and the port is free; the peers stay, and rounds run."""
+    peer = join(session)
+    session.seal(1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", session.port), timeout=WAIT_S)
+    until(lambda: not any(each.name == f"wt-session-accept {session.id}" for each in threading.enumerate()))
+    socket.create_server(("127.0.0.1", session.port)).close()
+    with session.running(1, WAIT_S) as round_:
+        peer.send(Ready(round=1, knows_metadata=True))
+        round_.collect(Ready, session.workers)
+
+
+def test_late_rank_is_told_at_once_that_nobody_listens(session, join, hello):
+    """A rank that comes after the list is sealed hears at once that it can take part from the next init on."""
+    join(session)
+    session.seal(1)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="takes part from the next trainer_init on") as caught:
+        connect("127.0.0.1", session.port, secret=session.secret, session=session.id, hello=hello(), timeout_s=WAIT_S)
+    assert time.monotonic() - started < WAIT_S / 5
+    assert caught.value.side == "worker"
 
 
 @pytest.mark.parametrize(

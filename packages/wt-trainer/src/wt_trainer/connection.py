@@ -40,7 +40,7 @@ _CHUNK_BYTES = 1 << 16  # a message is mostly shorter, and a buffer of 1 MiB wou
 _REST_OF_FRAME_S = 30.0  # once a frame has begun, the rest of at most 64 MiB is due; a peer that stalls longer is lost
 SEND_S = 5.0  # a peer that does not empty its socket for this long is not reading
 _CONNECT_S = 10.0  # the sender listens before anybody is told where, so what fails this long is unreachable
-_RETRY_S = 0.1  # between two attempts: strangers may occupy the sender's handshake threads for 2 s
+_RETRY_S = 0.1  # between two attempts: strangers may occupy the sender's handshake threads
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # a vanished host shows in a minute
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -191,11 +191,14 @@ class Connection:
 def connect(address: str, port: int, *, secret: str, session: str | None, hello: Hello, timeout_s: float) -> Connection:
     """A connection to the sender that serves `session`: both have proved that they know the secret, the hello is taken.
 
+    The sender listens before it says which session it serves, and until its list is sealed. So a port that refuses us ends this
+    at once. Where `session` is None nobody has said so yet, and the sender may still be on its way: it is waited for.
+
     Raises:
-        PeerLostError: nobody listens there, or it does not let us in within `timeout_s` (10 s at most).
+        PeerLostError: nobody listens there, or it does not let us in within `timeout_s` (10 s at most where `session` is given).
         AgreementError: whoever listens does not know the secret, or the sender refuses the hello; the text says why.
     """
-    deadline = time.monotonic() + min(_CONNECT_S, timeout_s)
+    deadline = time.monotonic() + (timeout_s if session is None else min(_CONNECT_S, timeout_s))
     while True:
         connection = None
         try:
@@ -205,10 +208,11 @@ def connect(address: str, port: int, *, secret: str, session: str | None, hello:
         except (OSError, PeerLostError, RoundTimeoutError) as exc:
             if connection is not None:
                 connection.close()
-            if time.monotonic() + _RETRY_S >= deadline:
+            is_final = session is not None and connection is None and isinstance(exc, ConnectionRefusedError)
+            if is_final or time.monotonic() + _RETRY_S >= deadline:
                 raise PeerLostError(
-                    f"session: cannot connect to the trainer's sender at {address}:{port} ({exc}); master_address must be "
-                    "an address that this process reaches",
+                    f"session: cannot connect to the trainer's sender at {address}:{port} ({exc}); "
+                    f"{_explain(exc, was_reached=connection is not None)}",
                     side=hello.role,
                     phase="init",
                 ) from exc
@@ -219,6 +223,22 @@ def connect(address: str, port: int, *, secret: str, session: str | None, hello:
             raise
         else:
             return connection
+
+
+def _explain(exc: Exception, *, was_reached: bool) -> str:
+    """What has happened where a connection ended so, and what to do."""
+    if was_reached:
+        return (
+            "it is reached, but ends the connection or says nothing: it does not take this process's secret, it is frozen, or "
+            "strangers take up its port. Its log says which; keep strangers away from the port (docs/security.md)"
+        )
+    if isinstance(exc, ConnectionRefusedError):
+        return (
+            "nobody listens there. A sender listens only until its trainer_init has seen all ranks: a rank that comes later "
+            "takes part from the next trainer_init on. Otherwise the trainer is gone, or master_address is another host's as "
+            "seen from here"
+        )
+    return "master_address must be an address of the sender that this process reaches, and no firewall may drop its master_port"
 
 
 def _handshake(connection: Connection, secret: str, session: str | None, hello: Hello, deadline: float) -> None:

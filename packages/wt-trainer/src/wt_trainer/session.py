@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hmac
 import logging
+import resource
 import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -44,8 +46,9 @@ __all__ = ["Peer", "Session", "local_address_towards"]
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 2.0  # for a stranger to prove itself; a peer of ours needs one round trip
-_MAX_PENDING_HANDSHAKES = 64  # threads that strangers may occupy at once; a peer that finds them full tries again
-_ACCEPT_RETRY_S = 0.1  # for files to be closed meanwhile
+_MAX_PENDING_HANDSHAKES = 64  # threads and descriptors that strangers may occupy at once
+_SHARE_OF_FILES = 8  # and no more than one in so many of the descriptors that this process may have
+_ACCEPT_RETRY_S = 0.1  # for files to be closed, or a thread to end, meanwhile
 _MAX_LATE_ROUNDS = 8  # a worker that is this far behind is lost before
 _NOTIFY_S = 0.5  # for a message to a peer that may be frozen, where the round has failed already
 MAX_RANKS = 1 << 16
@@ -84,8 +87,10 @@ class Session:
     """The one listening socket of a transfer, and the peers on it.
 
     1. The sender opens it, and ships `address`, `port`, `secret` and `id` in the init info.
-    2. Every worker rank and every other trainer rank connects, proves that it knows the secret, and says hello.
-    3. The sender seals the list: no one joins any more; workers are numbered by (engine, rank).
+    2. Every worker rank and every other trainer rank connects, proves that it knows the secret, and says hello. Who has not
+       is a stranger until then. There is room for a few; where it is taken, the oldest of the address that has most is
+       closed. So idle strangers keep nobody out, and those of one address push out none of another.
+    3. The sender seals the list: it listens no more and no one joins; workers are numbered by (engine, rank).
     4. Rounds run one after the other. A message of another round is answered with an abort.
 
     The first failure of a peer in a round fails the round. All state is guarded by `changed`.
@@ -131,7 +136,10 @@ class Session:
         self._peers: dict[tuple[str, str, int], Peer] = {}
         self._sealed = False
         self._closed = False
-        self._pending = threading.BoundedSemaphore(_MAX_PENDING_HANDSHAKES)
+        self._places = threading.BoundedSemaphore(_num_places())
+        self._pending: dict[
+            Connection, str
+        ] = {}  # who has proved nothing yet, and from which address; the oldest first
         self._strangers = 0
         threading.Thread(target=self._accept, name=f"wt-session-accept {self.id}", daemon=True).start()
 
@@ -168,7 +176,7 @@ class Session:
         )
 
     def seal(self, expected_workers: int | None) -> None:
-        """Close the list of peers after checking that every engine is whole.
+        """Close the list of peers and the port, after checking that every engine is whole.
 
         Args:
             expected_workers: how many worker ranks there must be in all; None accepts what came.
@@ -179,6 +187,7 @@ class Session:
         with self.changed:
             self._sealed = True
             workers = self.workers
+        self._stop_listening()
         engines: dict[str, list[Peer]] = {}
         for peer in workers:
             engines.setdefault(peer.hello.engine, []).append(peer)
@@ -259,11 +268,14 @@ class Session:
             peers = list(self._peers.values())
             if self.round is not None:
                 self.round.fail(StaleSessionError("session: shut down in mid-round", side=Side.TRAINER))
+        self._stop_listening()
+        for peer in peers:
+            peer.connection.close()
+
+    def _stop_listening(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # frees the accepting thread
         self._listener.close()
-        for peer in peers:
-            peer.connection.close()
 
     # --- threads: accepting, handshakes, readers -----------------------------------------------------------
 
@@ -272,31 +284,52 @@ class Session:
             try:
                 sock, _ = self._listener.accept()
             except OSError as exc:
-                if self._closed:
+                if self._closed or self._sealed:
                     return
                 self._log_stranger(exc)  # whoever came is gone already, or this process has too many open files
+                self._drop_stranger()
                 time.sleep(_ACCEPT_RETRY_S)
                 continue
-            if not self._pending.acquire(blocking=False):
+            if not self._places.acquire(blocking=False):
+                self._drop_stranger()
+                if not self._places.acquire(timeout=_ACCEPT_RETRY_S):
+                    sock.close()
+                    continue
+            try:
+                connection = Connection(sock)
+            except OSError as exc:  # gone already
+                self._log_stranger(exc)
                 sock.close()
+                self._places.release()
                 continue
+            with self.changed:
+                self._pending[connection] = connection.peer.rpartition(":")[0]
             threading.Thread(
-                target=self._handshake, args=(sock,), name=f"wt-session-handshake {self.id}", daemon=True
+                target=self._handshake, args=(connection,), name=f"wt-session-handshake {self.id}", daemon=True
             ).start()
 
-    def _handshake(self, sock: socket.socket) -> None:
-        connection = None
+    def _drop_stranger(self) -> None:
+        """Make room for another stranger: close the oldest of the address from which most have come."""
+        with self.changed:
+            addresses = Counter(self._pending.values())
+            if not addresses:
+                return
+            busiest = max(addresses, key=addresses.__getitem__)
+            oldest = next(connection for connection, address in self._pending.items() if address == busiest)
+            del self._pending[oldest]
+        oldest.close()
+
+    def _handshake(self, connection: Connection) -> None:
         try:
-            connection = Connection(sock)
             hello = self._authenticate(connection)
             self._admit(connection, hello)
         except (WeightTransferError, OSError) as exc:
             self._log_stranger(exc)
-            if connection is not None:
-                connection.close()
-            sock.close()
+            connection.close()
         finally:
-            self._pending.release()
+            with self.changed:
+                self._pending.pop(connection, None)
+            self._places.release()
 
     def _authenticate(self, connection: Connection) -> Hello:
         """The hello of a peer that proved to know the secret; raises for anybody else."""
@@ -308,6 +341,8 @@ class Session:
             raise AgreementError(f"session: {connection.peer} sent {auth.type!r} before it proved itself")
         if not hmac.compare_digest(auth.proof, proof(self.secret, "connector", self.id, nonce, auth.nonce)):
             raise AgreementError(f"session: {connection.peer} does not know the secret")
+        with self.changed:
+            self._pending.pop(connection, None)
         connection.trust()
         connection.send(Welcome(proof=proof(self.secret, "listener", self.id, nonce, auth.nonce)))
         hello = connection.receive(deadline)
@@ -414,6 +449,14 @@ class Session:
             self.port,
             exc,
         )
+
+
+def _num_places() -> int:
+    """How many strangers there is room for, threads and descriptors."""
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_files == resource.RLIM_INFINITY:
+        return _MAX_PENDING_HANDSHAKES
+    return min(_MAX_PENDING_HANDSHAKES, max(1, num_files // _SHARE_OF_FILES))
 
 
 def _lost_error(peer: Peer, exc: Exception) -> WeightTransferError:
