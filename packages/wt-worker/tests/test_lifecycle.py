@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -353,12 +354,14 @@ def test_init_moves_and_touches_nothing(rank):
     ("fields", "error", "text"),
     [
         ({"schema": [9, 0]}, AgreementError, r"this side speaks 1\.\d+, the other 9\.0"),
+        ({"schema": [9, 0], "colour": "red"}, AgreementError, r"this side speaks 1\.\d+, the other 9\.0"),
+        ({"schema": "1.0"}, AgreementError, r"wire schema: expected \[major, minor\]"),
         ({"timeout_s": "soon"}, ConfigurationError, "timeout_s"),
         ({"timeout_s": 0}, ConfigurationError, "timeout_s must be positive"),
         ({"session_port": 0}, ConfigurationError, "session_port"),
         ({"colour": "red"}, ConfigurationError, "colour"),
     ],
-    ids=["schema", "type", "timeout", "port", "unknown"],
+    ids=["schema", "schema with a new field", "no schema", "type", "timeout", "port", "unknown"],
 )
 def test_init_that_cannot_be_is_refused_and_the_session_stays(rank, fields, error, text):
     """A bad init info is refused before it replaces anything: the session that was there goes on."""
@@ -367,6 +370,38 @@ def test_init_that_cannot_be_is_refused_and_the_session_stays(rank, fields, erro
     assert caught.value.side == "worker"
     rank.update(1)
     rank.finish(1)
+
+
+def test_fields_of_a_newer_minor_are_left_out(rank, caplog):
+    """A sender of a higher minor may say more, in its init and in every round; of our own minor it may not."""
+    caplog.set_level(logging.DEBUG, "wt_worker.lifecycle")
+    rank.join(schema=[SCHEMA[0], SCHEMA[1] + 1], colour="red")
+    assert "init_info: fields of a newer schema are left out: ['colour']" in caplog.text
+    update = {"session": "s", "round": 1, "metadata_digest": DIGEST, "size": 7}
+    assert rank.engine.parse_update_info(update).round == 1
+    assert "update_info: fields of a newer schema are left out: ['size']" in caplog.text
+    rank.update(1)
+    rank.finish(1)
+    rank.join(schema=list(SCHEMA))
+    with pytest.raises(ConfigurationError, match="size"):
+        rank.engine.parse_update_info(update)
+
+
+@pytest.mark.parametrize("wrong", [["5ec2e7"], {"5ec2e7": "5ec2e7"}, "x5ec2e7", "5ec2e7f"], ids=str)
+def test_init_info_that_cannot_be_read_keeps_its_secret(make_rank, caplog, wrong):
+    """A secret that is none is refused by name: its value is in no error, in no cause of it, and in no log."""
+    caplog.set_level(logging.DEBUG)
+    for engine_rank in (0, 1):  # the last one raises, the other one logs
+        rank = make_rank(rank=engine_rank, size=2)
+        shown = ""
+        try:
+            rank.books.init(rank.sender.info(dict, session_secret=wrong))
+        except ConfigurationError as exc:
+            shown = "".join(traceback.format_exception(exc))
+        shown += caplog.text
+        assert "session_secret" in shown
+        assert "5ec2e7" not in shown
+        caplog.clear()
 
 
 def test_refused_hello_fails_the_init(rank):

@@ -10,7 +10,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -153,6 +153,26 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             if self._raises:
                 raise
             return _Rejected(exc)  # type: ignore[return-value]  # only init_transfer_engine sees it
+
+    def _parse(self, what: str, cls: type[Any], payload: dict[str, Any]) -> Any:
+        """As in the base class, except that fields that a newer minor of the sender's schema has added are left out.
+
+        Raises:
+            AgreementError: the init info is of another major, which may have other fields.
+        """
+        if isinstance(payload, Mapping):
+            # Only the init info says its schema, which holds for the session. One that is no schema is refused as such below.
+            schema = payload.get("schema") if self._init_info is None or "schema" in payload else self._init_info.schema
+            try:
+                is_newer = schema is not None and check_schema(schema) > SCHEMA
+            except AgreementError as exc:
+                exc.fill(side=Side.WORKER)
+                raise
+            unknown = payload.keys() - {each.name for each in fields(cls)} if is_newer else set()
+            if unknown:
+                logger.debug("%s: fields of a newer schema are left out: %s", what, sorted(map(str, unknown)))
+                payload = {name: value for name, value in payload.items() if name not in unknown}
+        return super()._parse(what, cls, payload)
 
     def init_transfer_engine(self, init_info: TSessionInitInfo) -> None:
         """Connected to the sender that `init_info` names; any earlier session is over, its round aborted.
