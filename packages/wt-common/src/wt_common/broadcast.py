@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wt_common.digest import VERIFY
 from wt_common.info import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -23,7 +23,7 @@ class SessionInitInfo(WeightTransferInitInfo):
 
     session_address: str
     session_port: int
-    session_secret: str
+    session_secret: str = field(repr=False)
     session: str
     schema: tuple[int, int]
     timeout_s: float
@@ -36,7 +36,10 @@ class SessionInitInfo(WeightTransferInitInfo):
         check_fields(self)
         if not 0 < self.session_port < 65536:
             raise ValueError(f"session_port must be in [1, 65535], got {self.session_port}")
-        bytes.fromhex(self.session_secret)  # a ValueError if it is none
+        try:
+            bytes.fromhex(self.session_secret)
+        except ValueError:
+            raise ValueError("session_secret must be hex digits, two for each byte") from None
         if self.verify not in VERIFY:
             raise ValueError(f"verify must be one of {', '.join(VERIFY)}, got {self.verify!r}")
         if self.timeout_s <= 0:

@@ -33,9 +33,9 @@ class WeightTransferUpdateInfo(ABC):  # noqa: B024  # abstract by meaning: a bac
 
 @dataclass
 class WeightTransferInitRequest:
-    """The init call as the inference engine's API takes it."""
+    """The init call as the inference engine's API takes it. Its repr is without the payload, which has the session's secret."""
 
-    init_info: dict[str, Any] = field(default_factory=dict)
+    init_info: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass

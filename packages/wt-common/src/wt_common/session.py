@@ -687,14 +687,15 @@ def check_fields(instance: Any) -> None:
     Lists are checked to the element, since JSON lets anything in; `dict` values are left to who reads them.
 
     Raises:
-        TypeError: the text names class, field, expected and got.
+        TypeError: the text names class, field, expected and got; not the value of a field that is kept out of the repr.
     """
     hints = _hints(instance.__class__)
     for each in fields(instance):
         value = getattr(instance, each.name)
         if not _matches(value, hints[each.name]):
+            shown = f" {value!r:.80}" if each.repr else ""
             raise TypeError(
-                f"{type(instance).__name__}.{each.name}: expected {each.type}, got {type(value).__name__} {value!r:.80}"
+                f"{type(instance).__name__}.{each.name}: expected {each.type}, got {type(value).__name__}{shown}"
             )
 
 

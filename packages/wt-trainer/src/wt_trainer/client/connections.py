@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from wt_trainer.client.hiding import Hidden
 
 if TYPE_CHECKING:
     import requests
@@ -29,16 +32,26 @@ class Connections:
         headers: sent with every request.
         verify: as in `requests`.
         cert: as in `requests`.
+        auth: user and password, instead of an `Authorization` in `headers`, or of netrc's.
+        hidden: gets the passwords that the environment has for proxies.
     """
 
     def __init__(
-        self, base_url: str, headers: dict[str, str], verify: bool | str, cert: str | tuple[str, str] | None
+        self,
+        base_url: str,
+        headers: dict[str, str],
+        verify: bool | str,
+        cert: str | tuple[str, str] | None,
+        *,
+        auth: tuple[str, str] | None,
+        hidden: Hidden,
     ) -> None:
         self.base_url = base_url
         self._headers = headers
         self._given: dict[str, Any] = {"verify": verify, "cert": cert}
         self._settings: dict[str, Any] = {}
-        self._auth: Any = None
+        self._auth: Any = auth
+        self._hidden = hidden
         self._prepared: dict[tuple[str, str], requests.PreparedRequest] = {}  # those without parameters or a body
         self._lock = threading.Lock()
         self._idle: list[tuple[float, requests.adapters.HTTPAdapter]] = []  # since when, the longest first
@@ -81,8 +94,12 @@ class Connections:
 
         with requests.Session() as session:
             found = session.merge_environment_settings(self.base_url, {}, None, **self._given)
-        if "Authorization" not in self._headers:
+        if "Authorization" not in self._headers and self._auth is None:
             self._auth = requests.utils.get_netrc_auth(self.base_url)
+        for proxy in found["proxies"].values():
+            user, _, password = proxy.rpartition("@")[0].rpartition("//")[2].partition(":")
+            for decode in (str, unquote):
+                self._hidden.add_login(decode(user), decode(password))
         self._settings = {name: found[name] for name in ("proxies", "verify", "cert")}
 
     def _take(self) -> requests.adapters.HTTPAdapter | None:

@@ -12,10 +12,11 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from wt_common import MAX_TIMEOUT_S, ConfigurationError, RoundTimeoutError, TransportError, WeightTransferError
 from wt_trainer.client.connections import Connections
+from wt_trainer.client.hiding import Hidden
 from wt_trainer.client.protocol import PauseMode, UpdatePayload
 from wt_trainer.threads import run_in_thread, run_into
 
@@ -37,8 +38,11 @@ _MAX_ERROR_CHARS = 2000  # of a server's reply in our error; a worker's tracebac
 class HTTPVLLMWeightSyncClient:
     """The four calls, and serving control, over HTTP to every server of `base_url` at once.
 
+    Credentials appear in no error and no repr: those given here, those of the environment's proxies, and the session's secret.
+
     Args:
-        base_url: `http://host:port` of a server, or several.
+        base_url: `http://host:port` of a server, or several; with `user:password@` before the host, that is sent as HTTP's basic
+            authentication instead of `api_key`.
         timeout: seconds that one call may take on every server.
         pause: what a round does to running requests while it holds a server that was not paused: `keep` (default), `wait`,
             `abort`, or None to refuse the round instead.
@@ -48,7 +52,8 @@ class HTTPVLLMWeightSyncClient:
         cert: TLS client certificate as in `requests`: a path, or (certificate, key).
 
     Raises:
-        ConfigurationError: no URL, a URL without http(s) scheme or host, a timeout that is not positive.
+        ConfigurationError: no URL, a URL without http(s) scheme or host, a header that HTTP cannot carry, a timeout that is not
+            positive.
     """
 
     def __init__(
@@ -65,20 +70,26 @@ class HTTPVLLMWeightSyncClient:
         urls = [base_url] if isinstance(base_url, str) else list(base_url)
         if not urls:
             raise ConfigurationError("base_url: expected at least one server, got none")
-        for url in urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-                raise ConfigurationError(f"base_url: expected http(s)://host:port, got {url!r}")
+        credentials = dict(map(_without_credentials, urls))
         if not 0 < timeout <= MAX_TIMEOUT_S:
             raise ConfigurationError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {timeout}")
         if pause not in ("abort", "wait", "keep", None):
             raise ConfigurationError(f"pause: expected 'abort', 'wait', 'keep' or None, got {pause!r}")
-        self.base_urls = tuple(url.rstrip("/") for url in urls)
+        self.base_urls = tuple(credentials)
         self.timeout = float(timeout)
         self.pause_mode = pause
         headers = dict(headers or {})
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
-        self._connections = {url: Connections(url, headers, verify, cert) for url in self.base_urls}
+        _check_headers(headers)
+        self._hidden = Hidden()
+        self._hidden.add(api_key, *headers.values())
+        for login in filter(None, credentials.values()):
+            self._hidden.add_login(*login)
+        self._connections = {
+            url: Connections(url, headers, verify, cert, auth=auth, hidden=self._hidden)
+            for url, auth in credentials.items()
+        }
         self.is_draft = False
         self._deadline: float | None = None
 
@@ -89,6 +100,7 @@ class HTTPVLLMWeightSyncClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Hand `init_info` to every worker of every server."""
+        self._hidden.add_init_info(init_info)
         self._post_all("/init_weight_transfer_engine", json={"init_info": init_info})
 
     def start_weight_update(self) -> None:
@@ -356,7 +368,11 @@ class HTTPVLLMWeightSyncClient:
         for key, future in of_calls.items():
             if not future.done():
                 raise RoundTimeoutError(f"{key[0]}: no complete reply in time", side="trainer")
-            results[key] = future.result()
+            try:
+                results[key] = future.result()
+            except WeightTransferError as exc:
+                self._hidden.error(exc)
+                raise
         return results
 
     def _left_s(self) -> float:
@@ -376,7 +392,10 @@ class HTTPVLLMWeightSyncClient:
         ends = time.monotonic() + left
         try:
             reply = self._connections[base_url].request(method, path, timeout=left, **kwargs)
-        except requests.RequestException as exc:
+        except (
+            requests.RequestException,
+            ValueError,
+        ) as exc:  # a ValueError: of an address or a proxy that cannot be read
             if isinstance(exc, requests.Timeout) or time.monotonic() >= ends:  # a body's is no Timeout
                 raise RoundTimeoutError(
                     f"{method} {base_url}{path}: no reply within {left:.1f} s", side="trainer"
@@ -387,6 +406,40 @@ class HTTPVLLMWeightSyncClient:
         raise _HTTPStatusError(
             f"{reply.status_code} on {method} {base_url}{path}: {_explain(reply)}", reply.status_code
         )
+
+
+def _without_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
+    """`url` without a slash at its end and without `user:password@`, and these two where it has them.
+
+    Raises:
+        ConfigurationError: it is no `http(s)://host`.
+    """
+    try:
+        parts = urlsplit(url)
+        is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port  # a ValueError where it is none
+    except ValueError:
+        is_http = False
+    if not is_http:
+        shown = url if "@" not in url else "...@" + url.rpartition("@")[2]
+        raise ConfigurationError(f"base_url: expected http(s)://host:port, got {shown!r}") from None
+    auth = None
+    if "@" in parts.netloc:
+        auth = unquote(parts.username or ""), unquote(parts.password or "")
+        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return url.rstrip("/"), auth
+
+
+def _check_headers(headers: Mapping[str, Any]) -> None:
+    """Raise for one that HTTP cannot carry: `requests` would do so later, with its value in the text."""
+    for name, value in headers.items():
+        if not isinstance(value, str) or value != value.strip() or not value.isprintable() or not value.isascii():
+            where = "api_key" if name == "Authorization" else f"headers[{name!r}]"
+            raise ConfigurationError(
+                f"{where}: expected printable ASCII text without spaces around it, got something else (not shown here); a key "
+                "that was read from a file may end in a newline",
+                side="trainer",
+            )
 
 
 class _HTTPStatusError(TransportError):
