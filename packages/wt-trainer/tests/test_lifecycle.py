@@ -570,6 +570,18 @@ def test_client_whose_finish_takes_no_version_is_called_without(make_client, mak
     assert "takes no version" in report.notes[0]
 
 
+def test_client_whose_engines_publish_no_version_is_called_without(make_client, make_engine):
+    """A client that says that no engine behind it publishes a version is given none, and the report says so."""
+    client = make_client()
+    client.publishes_version = False
+    finish, versions = client.finish_weight_update, []
+    client.finish_weight_update = lambda weight_version=None: versions.append(weight_version) or finish("none")
+    report = make_engine(client).send_weights(weight_version="v")
+    assert versions == [None]
+    assert report.version is None
+    assert "its engines publish none" in report.notes[0]
+
+
 def test_servers_are_held_for_the_round(make_client, make_engine):
     """A client that can pause is paused around the calls; caches are reset with the new weights there, and notes reported."""
     client = make_client(ServingClient)

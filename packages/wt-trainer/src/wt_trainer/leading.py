@@ -63,7 +63,7 @@ class LeadingEngine(SessionEngine[TInfo]):
         self._placed: tuple[Placement, Takes] | None = None  # of the last round
         self._check_open = True  # whether a worker may have an update open: until a round has ended well
         self._takes_version = (
-            True  # whether the client's finish call takes a version; looked up once, which costs 0.1 ms
+            True  # whether the client takes a version with its finish call; looked up once, which costs 0.1 ms
         )
 
     # --- init ----------------------------------------------------------------------------------------------
@@ -72,7 +72,8 @@ class LeadingEngine(SessionEngine[TInfo]):
         """On the sender: the session is open, sealed, and known to all."""
         try:
             self._prepare_metadata()
-            self._takes_version = _takes_argument(self.client.finish_weight_update)
+            publishes = getattr(self.client, "publishes_version", True)  # our Ray client says whether an actor does
+            self._takes_version = bool(publishes) and _takes_argument(self.client.finish_weight_update)
             with self._serving.bounded(self._timeout_s):
                 expected = self._expected_workers()
                 hosts = self._serving.control.hosts() if self._serving.control else ()
@@ -236,7 +237,9 @@ class LeadingEngine(SessionEngine[TInfo]):
         self._check_open = False
         self._end_transfer(failed=False)
         notes = (
-            () if self._takes_version else ("the client's finish_weight_update takes no version: none was published",)
+            ()
+            if self._takes_version
+            else ("the client takes no version, or its engines publish none: none was published",)
         )
         return replace(report, notes=(*notes, *reset_notes()))
 

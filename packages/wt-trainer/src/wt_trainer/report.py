@@ -38,7 +38,7 @@ class TransferReport:
 
     Attributes:
         round: number of the round in its session, from 1.
-        version: the weight version that the engines now publish; None when the client's finish takes no version.
+        version: the weight version that the engines now publish; None where the client takes none, or no engine publishes one.
         outcome: `committed`; a round that ends otherwise raises.
         backend: registry name of the backend.
         num_parameters: parameters sent.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from wt_common import MAX_TIMEOUT_S, ConfigurationError, RoundTimeoutError, TransportError
+from wt_trainer.client.hiding import Hidden
 from wt_trainer.client.protocol import UpdatePayload
 
 __all__ = ["RayVLLMWeightSyncClient"]
@@ -37,12 +38,14 @@ class RayVLLMWeightSyncClient:
             raise ConfigurationError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {timeout}")
         self.timeout = float(timeout)
         self.is_draft = False
+        self._hidden = Hidden()
 
     def __repr__(self) -> str:
         return f"RayVLLMWeightSyncClient({len(self.handles)} actors, timeout={self.timeout:g})"
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Hand `init_info` to every worker of every actor."""
+        self._hidden.add_init_info(init_info)
         self._call("init_weight_transfer_engine", SimpleNamespace(init_info=init_info))
 
     @contextmanager
@@ -63,19 +66,30 @@ class RayVLLMWeightSyncClient:
         self._call("update_weights", SimpleNamespace(update_info=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Close the update on every actor, then publish `weight_version` on all. Two calls: the label follows the weights."""
+        """Close the update on every actor, then publish `weight_version` on those that have `update_weight_version`.
+
+        Two calls: the label follows the weights.
+        """
         self._call("finish_weight_update")
         if weight_version is not None:
-            self._call("update_weight_version", weight_version)
+            self._call("update_weight_version", weight_version, handles=self._publishing())
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Have every actor's workers release their transfer resources; they go on serving."""
         self._call("shutdown_weight_transfer_engine")
 
-    def _call(self, name: str, *args: Any) -> None:
+    @property
+    def publishes_version(self) -> bool:
+        """Whether an actor publishes the version that `finish_weight_update` is given."""
+        return bool(self._publishing())
+
+    def _publishing(self) -> list[Any]:
+        return [handle for handle in self.handles if getattr(handle, "update_weight_version", None) is not None]
+
+    def _call(self, name: str, *args: Any, handles: Sequence[Any] | None = None) -> None:
         import ray  # type: ignore[import-not-found, unused-ignore]  # an extra
 
-        methods = [getattr(handle, name, None) for handle in self.handles]
+        methods = [getattr(handle, name, None) for handle in (self.handles if handles is None else handles)]
         if None in methods:
             raise ConfigurationError(f"actor {self.handles[methods.index(None)]!r} has no method {name}")
         try:
@@ -85,6 +99,11 @@ class RayVLLMWeightSyncClient:
                 f"{name}: no reply from every actor within {self.timeout:g} s", side="trainer"
             ) from exc
         except ray.exceptions.RayTaskError as exc:
-            raise TransportError(f"{name} failed in an actor: {exc.cause!r}", side="trainer") from exc
+            raise self._error(f"{name} failed in an actor: {exc.cause!r}", exc)  # noqa: B904  # it has its cause
         except ray.exceptions.RayError as exc:
-            raise TransportError(f"{name}: {type(exc).__name__}: {exc}", side="trainer") from exc
+            raise self._error(f"{name}: {type(exc).__name__}: {exc}", exc)  # noqa: B904  # it has its cause
+
+    def _error(self, text: str, cause: Exception) -> TransportError:
+        error = TransportError(text, side="trainer")
+        error.__cause__ = cause
+        return self._hidden.error(error)
