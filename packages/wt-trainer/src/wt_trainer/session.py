@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import resource
 import secrets
 import socket
@@ -119,6 +120,7 @@ class Session:
                 phase="init",
             ) from exc
         close_in_child(self._listener)
+        self._pid = os.getpid()
         self.address = address
         self.port = int(self._listener.getsockname()[1])
         self.secret = secret or secrets.token_hex(32)
@@ -262,7 +264,9 @@ class Session:
                 self.round = None
 
     def close(self) -> None:
-        """Close the listener and every connection; peers see end of file. Idempotent."""
+        """Close the listener and every connection; peers see end of file. Idempotent. A forked child has nothing to close."""
+        if os.getpid() != self._pid:
+            return
         with self.changed:
             self._closed = True
             peers = list(self._peers.values())
@@ -287,7 +291,6 @@ class Session:
                 if self._closed or self._sealed:
                     return
                 self._log_stranger(exc)  # whoever came is gone already, or this process has too many open files
-                self._drop_stranger()
                 time.sleep(_ACCEPT_RETRY_S)
                 continue
             if not self._places.acquire(blocking=False):
