@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import queue
 import socket
 import threading
@@ -1236,3 +1237,33 @@ def test_second_init_is_a_session_of_its_own(make_client, make_engine):
     assert other.send_weights().round == 1
     assert first.init_info["session"] != second.init_info["session"]
     assert first.init_info["session_secret"] != second.init_info["session_secret"]
+
+
+# --- forks -----------------------------------------------------------------------------------------------------
+
+
+def test_forked_child_cannot_use_its_parents_engine(make_client, make_engine, forked):
+    """A child that sends hears that the engine is another process's, before any call; its shutdown changes nothing."""
+    client = make_client(ServingClient)
+    engine = make_engine(client)
+    calls = list(client.calls)
+    session = engine._session
+
+    def child(report, go_on, rest):
+        try:
+            engine.send_weights(weight_version="v")
+        except StaleSessionError as exc:
+            report([exc.message, client.calls == calls])
+        engine.shutdown()
+        session.close()
+        report("done")
+        rest()
+
+    with session.changed, engine._in_send:
+        process = forked(child)
+    message, is_uncalled = process.told()
+    assert f"forked from process {os.getpid()}" in message
+    assert "call trainer_init in this process" in message
+    assert is_uncalled
+    assert process.told() == "done"
+    assert engine.send_weights(weight_version="v").outcome == "committed"

@@ -1,6 +1,7 @@
 """Side threads that are used again."""
 
 import os
+import signal
 import threading
 
 from wt_trainer import threads as module
@@ -53,4 +54,14 @@ def test_child_process_has_threads_of_its_own():
     pid = os.fork()
     if pid == 0:
         os._exit(0 if run("wt-child")[1] == "wt-child" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_child_process_does_not_wait_for_the_parents_lock():
+    """A thread of the parent may be taking a side thread at the moment of the fork; it is not there to give the lock back."""
+    with module._lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)  # a child that waits is ended
+            os._exit(0 if run("wt-child")[1] == "wt-child" else 1)
     assert os.waitpid(pid, 0)[1] == 0

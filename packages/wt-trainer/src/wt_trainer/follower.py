@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ class FollowerSession:
         self._early: list[Message] = []  # of a round that the sender has begun and this rank has not
         self._lost: WeightTransferError | None = None
         self._connection = connection
+        self._pid = os.getpid()
         connection.start_reader(self._on_message, self._on_lost, name="wt-session-reader sender")
 
     @contextmanager
@@ -98,7 +100,9 @@ class FollowerSession:
         self._connection.send(message)
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection. Idempotent. A forked child has nothing to close."""
+        if os.getpid() != self._pid:
+            return
         with self.changed:
             self._lost = self._lost or StaleSessionError("shut down; call trainer_init again", side=Side.TRAINER)
         self._connection.close()

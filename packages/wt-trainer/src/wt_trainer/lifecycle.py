@@ -67,9 +67,17 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
 
         Raises:
             ConfigurationError: this backend cannot update draft models; nothing was called.
+            StaleSessionError: the engine was shut down, or is of the process from which this one was forked; nothing was called.
             WeightTransferError: the round failed. `outcome` says how it left the models: `unchanged` (send again),
                 `poisoned` (only a full round repairs them), `committed` (installed, but a later call failed).
         """
+        if self._is_inherited:
+            raise StaleSessionError(
+                f"this process was forked from process {self._pid}, to which the engine belongs; send there, or call "
+                "trainer_init in this process",
+                side=Side.TRAINER,
+                backend=self.backend,
+            )
         if self._session is None and self._following is None:
             raise StaleSessionError("shut down; call trainer_init again", side=Side.TRAINER, backend=self.backend)
         if self._is_draft and not self.supports_draft_weight_update:
@@ -113,7 +121,12 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
         return report
 
     def shutdown(self) -> None:
-        """Leave the session: workers see the end and go on serving; no group, socket or thread of ours is left."""
+        """Leave the session: workers see the end and go on serving; no group, socket or thread of ours is left.
+
+        In a process that was forked from the engine's it does nothing.
+        """
+        if self._is_inherited:
+            return
         for link in (self._session, self._following):
             if link is not None:
                 link.close()

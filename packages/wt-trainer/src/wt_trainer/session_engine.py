@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from abc import abstractmethod
@@ -50,6 +51,7 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
         self._serving = Serving(client)
         self._in_send = threading.Lock()
         self._told_not_synced: set[tuple[str, ...]] = set()  # of which the log has warned
+        self._pid = os.getpid()
 
     @classmethod
     def _check_source(cls, source: WeightSource | None) -> None:
@@ -80,6 +82,11 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
         alive = [entry for entry in self._known_metadata if entry[0]() is not None]
         self._known_metadata = [*alive, (weakref.ref(source), metadata)]
         return metadata
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process was forked from the one that made the engine: sockets, groups and threads are that one's."""
+        return os.getpid() != self._pid
 
     @property
     def _timeout_s(self) -> float:

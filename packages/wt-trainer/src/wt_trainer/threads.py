@@ -64,4 +64,11 @@ class _Thread(threading.Thread):
                 _idle.append(self)
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+def _forget() -> None:
+    """In a forked child, which has none of its parent's threads, also not the one that may hold the lock."""
+    global _lock  # noqa: PLW0603  # the module's one lock
+    _lock = threading.Lock()
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -26,6 +28,9 @@ class Connections:
     does around an adapter (cookies, redirects, a look at the environment), would cost twice the server's answer; there are ten
     requests in a round. Proxies, a CA bundle and netrc are taken from the environment once, as `requests` does. A redirect is not
     followed: a call to change weights must not turn into a GET elsewhere.
+
+    Connections belong to a process. One that is forked from it begins with none: two processes that read from one connection get
+    each other's replies.
 
     Args:
         base_url: `http(s)://host:port`, without a slash at its end.
@@ -55,6 +60,7 @@ class Connections:
         self._prepared: dict[tuple[str, str], requests.PreparedRequest] = {}  # those without parameters or a body
         self._lock = threading.Lock()
         self._idle: list[tuple[float, requests.adapters.HTTPAdapter]] = []  # since when, the longest first
+        _all.add(self)
 
     def request(self, method: str, path: str, *, timeout: float, **kwargs: Any) -> requests.Response:
         """The complete reply. Raises what `requests` raises; the connection is not used again then.
@@ -113,3 +119,21 @@ class Connections:
         for _, each in stale:
             each.close()
         return adapter
+
+    def forget(self) -> None:
+        """Keep no connection, in a process that has just been forked: they are its parent's."""
+        self._lock = threading.Lock()  # a thread that is not here may hold the other
+        idle, self._idle = self._idle, []
+        for _, adapter in idle:
+            adapter.close()  # this process's copy
+
+
+_all: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for connections in list(_all):
+        connections.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
