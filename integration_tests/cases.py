@@ -37,8 +37,8 @@ LAYOUTS = {
 }
 """Trainer layouts, and how many ranks each has."""
 
-ENGINES = ("inprocess", "inprocess-tp2", "inprocess-bf16", "http", "http-tp2", "two-servers", "ray")
-"""Where vLLM runs: `LLM` in a process, one or two OpenAI servers, two Ray actors."""
+ENGINES = ("inprocess", "inprocess-tp2", "torchrun-tp2", "inprocess-bf16", "http", "http-tp2", "two-servers", "ray")
+"""Where vLLM runs: `LLM` in a process, one in each of two that torchrun starts, one or two OpenAI servers, two Ray actors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,7 @@ ALL = (
     *_cells(
         "inprocess", ("llama-tied", "whole"), ("qwen2", "whole"), ("llama", "fsdp2-offload"), ("llama", "tp-submesh")
     ),
+    *_cells("torchrun-tp2", ("qwen2", "whole")),
     *_cells("inprocess-bf16", ("llama", "master-fp32")),
     *_cells("http", ("llama", "whole"), ("qwen2", "whole"), ("qwen3-moe", "whole")),
     *_cells("http-tp2", ("llama", "pipeline"), ("qwen3-moe", "whole")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,49 @@ class FreshLoad:
         return cls(digests=digests, logprobs=engine.prompt_logprobs(prompt)[0])
 
 
+class Torchrun:
+    """One engine of two ranks that torchrun would have started: each is an `LLM` of its own, with a configuration of its own."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        config = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+        self.hosts = [
+            WorkerHost(
+                "vllm",
+                directory,
+                environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                model=str(model),
+                **config,
+            )
+            for rank in range(2)
+        ]
+
+    def reach(self) -> dict[str, Any]:
+        return {"workers": [host.port for host in self.hosts]}
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[list[float]]:
+        return self._each("prompt_logprobs", token_ids=token_ids)
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[list[int]]:
+        return self._each("greedy", token_ids=token_ids, num_tokens=num_tokens)
+
+    def weight_versions(self) -> list[str]:
+        return self._each("weight_version")
+
+    def close(self) -> None:
+        together(*(host.close for host in self.hosts))
+
+    def _each(self, name: str, **args: Any) -> list[Any]:
+        """Every rank computes its part, and has the whole answer."""
+        answers = together(*(lambda host=host: host.call(name, **args) for host in self.hosts))
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+
 class Servers:
     """Unmodified OpenAI servers."""
 
@@ -150,6 +194,7 @@ class RayActors:
 _MAKERS: dict[str, Callable[[Path, Path], Engine]] = {
     "inprocess": InProcess,
     "inprocess-tp2": lambda model, directory: InProcess(model, directory, tensor_parallel_size=2),
+    "torchrun-tp2": Torchrun,
     "inprocess-bf16": lambda model, directory: InProcess(model, directory, dtype="bfloat16"),
     "http": Servers,
     "http-tp2": lambda model, directory: Servers(model, directory, tensor_parallel_size=2),

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import time
-import uuid
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from wt_common.session import (
     Ready,
 )
 from wt_worker.engine import WeightTransferEngine
+from wt_worker.identity import Identity
 from wt_worker.installers import choose_installer
 from wt_worker.installers.base import Installer, Prepared
 from wt_worker.placement.writer import RoundWriter, WriterCache
@@ -136,12 +136,9 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         # By the target model's id, what no round has written since the server was started with random weights.
         self._unset: dict[int, frozenset[str]] = {}
         self.last_outcome: Outcome | None = None  # of the round that ended last on this rank
-        parallel = self.parallel_config
-        self._rank = int(getattr(parallel, "rank", 0))
-        self._size = int(getattr(parallel, "world_size", 1))
+        self._identity = Identity(vllm_config)
+        self._rank, self._size = self._identity.rank, self._identity.size
         self._raises = self._rank == self._size - 1
-        instance = getattr(vllm_config, "instance_id", None) or uuid.uuid4().hex[:12]
-        self._engine_id = f"{instance}/{getattr(parallel, 'data_parallel_index', 0)}"
 
     # --- the five calls ------------------------------------------------------------------------------------
 
@@ -526,7 +523,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def _hello(self) -> Hello:
         return Hello(
             role=Side.WORKER.value,
-            engine=self._engine_id,
+            engine=self._identity.engine_id,
             rank=self._rank,
             size=self._size,
             schema=list(SCHEMA),
@@ -566,7 +563,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             yield
         except Exception as exc:
             if isinstance(exc, WeightTransferError):
-                exc.fill(side=Side.WORKER, rank=self._rank, engine=self._engine_id, phase=phase)
+                exc.fill(side=Side.WORKER, rank=self._rank, engine=self._identity.engine_id, phase=phase)
             if self._raises:
                 raise
             logger.exception("%s failed on rank %d; the last rank reports it", phase, self._rank)
