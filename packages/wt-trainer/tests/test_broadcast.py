@@ -1,9 +1,11 @@
 """Dense broadcast from one trainer rank and from two: real gloo groups, to workers that are sockets of the test's."""
 
+import gc
 import queue
 import socket
 import threading
 import time
+import weakref
 from functools import cached_property
 from math import prod
 
@@ -319,6 +321,54 @@ def test_rank_that_sends_nothing_has_nothing_to_say(connect, send, said):
     reports = send(connect(Source(0, ("a", "e")), Source(1, ("a", "e"))))
     assert [report.outcome for report in reports] == [Outcome.COMMITTED] * 2
     assert said == []
+
+
+def test_sender_that_sends_nothing_keeps_the_communicators(client, connect, send):
+    """Where every parameter is another rank's, a round makes no new communicators; one after a failure does."""
+    engines = connect(Source(0, ("b", "d")), Source(1, ("b", "d")))
+    epochs, channels = [], []
+    for _ in range(2):
+        assert [report.outcome for report in send(engines)] == [Outcome.COMMITTED] * 2
+        epochs.append(client.worker.go.epoch)
+        channels.append(engines[1]._channel)
+    assert epochs[0] == epochs[1]
+    assert channels[0] is channels[1] is not None
+    engines[0]._end_transfer(failed=True)
+    client.worker.channels.clear()  # as a worker does when the epoch is new
+    assert [report.outcome for report in send(engines)] == [Outcome.COMMITTED] * 2
+    assert client.worker.go.epoch == epochs[0] + 1
+
+
+class Gathering(Source):
+    """Yields tensors that nobody else holds, as gathered ones are; `alive` are those that somebody holds."""
+
+    fails = False
+
+    def __init__(self, rank=0, names=("a", "b", "d", "e")):
+        super().__init__(rank, names)
+        self.alive = weakref.WeakSet()
+
+    def iter_full(self):
+        for name in self.owned_names(self.rank):
+            tensor = self.tensors[name].clone()
+            self.alive.add(tensor)
+            yield name, tensor
+            if self.fails:
+                raise RuntimeError("broken on purpose")
+            del tensor
+
+
+def test_gathered_parameters_are_let_go_with_the_round(connect, send, until):
+    """No rank holds a tensor that its source has made, after a round that commits and after one that fails."""
+    sources = Gathering(0), Gathering(1)
+    engines = connect(*sources)
+    for fails in (False, True):
+        sources[1].fails = fails
+        results = send(engines)
+        assert [isinstance(result, Exception) for result in results] == [fails] * 2
+        del results
+        gc.collect()  # an error's traceback holds frames in cycles
+        until(lambda: not any(source.alive for source in sources), "the end of the last tensor")
 
 
 class Watched(Source):

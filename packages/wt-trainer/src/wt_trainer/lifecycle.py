@@ -108,6 +108,7 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
             report = self._lead(self._session, version) if self._session else self._take_part()
         finally:
             self._round_source = self.source
+            self._let_go()
             self._in_send.release()
         logger.info("%s: %s", self.backend, report)
         if report.not_synced and report.not_synced not in self._told_not_synced:

@@ -140,6 +140,9 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
     def _run_source_to(self, index: int) -> None:
         """Take the source's parameters up to place `index` of the metadata, unsent; see `RoundOutcome.run_to`."""
 
+    def _let_go(self) -> None:
+        """Called at the end of `send_weights`, however it ended: hold none of the source's tensors until the next round."""
+
     def _end_transfer(self, *, failed: bool) -> None:
         """Called after every round, and at shutdown; `failed` says that nothing half-used may be used again."""
 

@@ -58,6 +58,7 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
         super().__init__(init_info, **kwargs)
         self._device = torch.device("cpu")
         self._channel: Channel | None = None
+        self._needs_epoch = True  # on the sender: whether no communicator of the last epoch may be used again
         self._staging = Staging(init_info.packed_num_buffers, self._device)
         # By whether it is for the draft model, whose casts may be others: metadata, casts, wire and groups of the last round.
         self._planned: dict[bool, tuple[RoundMetadata, dict[str, str], RoundMetadata, tuple[Group, ...]]] = {}
@@ -113,7 +114,8 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             pipeline = _Pipeline(round_, groups, self.rank)
             self._ahead = pipeline, self._feed(round_, pipeline, metadata, wire)
         pipeline, feeding = self._ahead
-        if self._channel is None:
+        if self._needs_epoch:  # not where we have no channel: this rank may send nothing
+            self._needs_epoch = False
             self._epoch += 1
         if not received:
             round_.take_first_credits(workers, casts)
@@ -163,9 +165,13 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
         if self._stream is not None:
             self._stream.run_to(index)
 
+    def _let_go(self) -> None:
+        self._stream = self._ahead = None
+
     def _end_transfer(self, *, failed: bool) -> None:
         self._ahead = None
         if failed:
+            self._needs_epoch = True
             # A broadcast that was abandoned may still read the staging buffers: drop both, and start anew next time.
             channel, self._channel = self._channel, None
             if channel is not None:
