@@ -49,6 +49,7 @@ from wt_trainer import ParamMeta, TrainerInitInfo, WeightSource
 from wt_trainer.client import ServingControl
 from wt_trainer.init_infos import SessionFields
 from wt_trainer.lifecycle import SessionTrainerEngine
+from wt_trainer.metadata import RoundMetadata
 from wt_trainer.session import Session
 
 WAIT_S = 10
@@ -1237,6 +1238,25 @@ def test_second_init_is_a_session_of_its_own(make_client, make_engine):
     assert other.send_weights().round == 1
     assert first.init_info["session"] != second.init_info["session"]
     assert first.init_info["session_secret"] != second.init_info["session_secret"]
+
+
+# --- many sources ----------------------------------------------------------------------------------------------
+
+
+def test_metadata_of_sources_in_turn_are_taken_once_and_bounded(make_client, make_engine, monkeypatch):
+    """A few sources in turn cost nothing from their second round on; of many, those sent last are remembered."""
+    taken, usual = [], RoundMetadata.of
+    monkeypatch.setattr(RoundMetadata, "of", lambda source, count: taken.append(source) or usual(source, count))
+    engine = make_engine(make_client())
+    few, many = [Source() for _ in range(3)], [Source() for _ in range(20)]
+    taken.clear()
+    for source in few * 3:
+        engine.send_weights(source=source)
+    assert taken == few
+    for source in many:
+        engine.send_weights(source=source)
+        assert len(engine._known_metadata) <= 8
+    assert taken == few + many
 
 
 # --- forks -----------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from wt_common.session import (
     Message,
     Placed,
     Position,
+    Ready,
     Refused,
     Sent,
     State,
@@ -51,6 +52,7 @@ _MAX_PENDING_HANDSHAKES = 64  # threads and descriptors that strangers may occup
 _SHARE_OF_FILES = 8  # and no more than one in so many of the descriptors that this process may have
 _ACCEPT_RETRY_S = 0.1  # for files to be closed, or a thread to end, meanwhile
 _MAX_LATE_ROUNDS = 8  # a worker that is this far behind is lost before
+_MAX_PLACED = 32  # parameters of which a worker's placement is known: more than a worker knows itself
 _NOTIFY_S = 0.5  # for a message to a peer that may be frozen, where the round has failed already
 MAX_RANKS = 1 << 16
 """Ranks of one engine, or of the trainer: more than any cluster has, and few enough to be listed in an error."""
@@ -67,6 +69,16 @@ class Peer:
     connection: Connection
     lost: Exception | None = None
     placed: dict[tuple[str, bool], Placed] = field(default_factory=dict)
+
+    def keep(self, key: tuple[str, bool], placed: Placed) -> None:
+        """The worker is ready for `key` now, with `placed`; what it has not used for long is forgotten.
+
+        It forgets sooner itself, by the same order, and then says it again.
+        """
+        self.placed.pop(key, None)
+        self.placed[key] = placed
+        while len(self.placed) > _MAX_PLACED:
+            del self.placed[next(iter(self.placed))]
 
     @property
     def is_worker(self) -> bool:
@@ -401,10 +413,12 @@ class Session:
             return
         number = getattr(message, "round", None)
         with self.changed:
-            if isinstance(message, Placed):
+            if isinstance(message, (Placed, Ready)) and (key := self._placing.get(message.round)) is not None:
                 # Also of a round that is over: the worker does not say it again.
-                if message.round in self._placing:
-                    peer.placed[self._placing[message.round]] = message
+                placed = message if isinstance(message, Placed) else peer.placed.get(key)
+                if placed is not None:
+                    peer.keep(key, placed)
+            if isinstance(message, Placed):
                 return
             if self.round is not None and number == self.round.number:
                 self._file(self.round, peer, message)

@@ -26,6 +26,8 @@ from wt_trainer.source import WeightSource
 
 __all__ = ["SessionEngine", "TInfo", "as_ours"]
 
+_MAX_METADATA = 8  # sources that alternate: a model's own, an adapter's base, a draft's
+
 TInfo = TypeVar("TInfo", bound=TrainerInitInfo)
 
 
@@ -71,16 +73,15 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
             self._round_metadata()
 
     def _round_metadata(self) -> RoundMetadata:
-        """The metadata of the round's source; computed once for each source, and forgotten with it."""
+        """The metadata of the round's source; computed once for each source, and forgotten with it, or when others came later."""
         source = self._round_source
         if source is None:
             raise ConfigurationError(f"{type(self).__name__} sends the whole model: pass a WeightSource as source=")
-        for known, metadata in self._known_metadata:
-            if known() is source:
-                return metadata
-        metadata = RoundMetadata.of(source, self._ranks.count, self._fields.ignore)
         alive = [entry for entry in self._known_metadata if entry[0]() is not None]
-        self._known_metadata = [*alive, (weakref.ref(source), metadata)]
+        others = [entry for entry in alive if entry[0]() is not source]
+        metadata = next((known for ref, known in alive if ref() is source), None)
+        metadata = RoundMetadata.of(source, self._ranks.count, self._fields.ignore) if metadata is None else metadata
+        self._known_metadata = [*others[-_MAX_METADATA + 1 :], (weakref.ref(source), metadata)]
         return metadata
 
     @property

@@ -23,8 +23,8 @@ class Identity:
     """Rank, size and id of an engine.
 
     vLLM's `instance_id` is the time at which a configuration was made. Ranks that vLLM starts itself on one host share one
-    configuration; those of an engine over several nodes, or that torchrun has started (`external_launcher`), have one each. So the
-    id of rank 0 is that of all. It travels through the key-value store of torch's default process group, in which all ranks of an
+    configuration; those of an engine over several nodes, or that torchrun has started (`external_launcher`), have one each. So
+    rank 0's is that of all. It travels through the key-value store of torch's default process group, in which all ranks of an
     engine are: rank 0 writes it when the engine is made, the others read it when the first trainer comes. No collective is run:
     so nobody waits for a rank that never starts, and vLLM's own groups stay as they are.
 

@@ -54,6 +54,9 @@ __all__ = ["SessionWeightTransferEngine"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_KNOWN = (
+    8  # metadata: of a few sources that alternate, for the model and its draft; less than the sender keeps of ours
+)
 _VERDICT_GRACE_S = 1.0  # past the deadline: the sender decides at the deadline, and its word takes a moment to come
 
 TSessionInitInfo = TypeVar("TSessionInitInfo", bound=SessionInitInfo)
@@ -67,6 +70,7 @@ class _Known:
     metadata: Metadata
     prepared: Prepared | None = None
     shares: Shares | None = None
+    told: Shares | None = None  # what the sender has in its `Placed`
     is_usual: bool = True  # whether the sender's last word on them was what this rank's `Ready` lets expect
     limit: int | None = None  # what `_make_room` has given, for this `prepared`
     _dtypes: tuple[Mapping[str, str], tuple[torch.dtype, ...]] | None = None
@@ -125,8 +129,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._installers: dict[int, Installer] = {}  # by the target model's id
         self._in_hand: _InHand | None = None
         self._writer_cache = WriterCache()
-        self._told: dict[str, Shares] = {}  # what the sender was told last, by the metadata's digest
-        self._metadata: dict[int, _Known] = {}  # by the target model's id
+        self._known: dict[tuple[int, str], _Known] = {}  # by the target model's id and the digest, the latest last
         self._open = False
         # By the target model's id, the digests of the metadata of rounds that left it half-written.
         self._poisoned_by: dict[int, set[str]] = {}
@@ -425,8 +428,9 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
 
         That this rank is ready is still to be said.
         """
-        known = self._metadata.get(id(self.model))
-        if known is None or known.digest != info.metadata_digest:
+        key = id(self.model), info.metadata_digest
+        known = self._known.get(key)
+        if known is None:
             session.send(Ready(round=round_.number, knows_metadata=False))
             metadata = round_.receive(Metadata)
             digest = metadata.digest
@@ -434,14 +438,20 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 raise IntegrityError(
                     f"metadata: expected digest {info.metadata_digest[:12]}, got {digest[:12]}", side=Side.WORKER
                 )
-            known = self._metadata[id(self.model)] = _Known(digest, metadata)
+            known = _Known(digest, metadata)
+        elif known is not next(reversed(self._known.values())):
+            known.limit = None  # others have received meanwhile: there is to be room again
+        self._known.pop(key, None)
+        self._known[key] = known
+        while len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
         prepared = installer.prepare(known.metadata, known.digest)
         if prepared is not known.prepared:
             shares = Shares.of(prepared, self._verify, self._unset_names(prepared.not_synced))
             known.prepared, known.shares, known.limit = prepared, shares, None
-        if known.shares is not None and self._told.get(known.digest) is not known.shares:
+        if known.shares is not None and known.told is not known.shares:
             session.send(known.shares.message(round_.number))
-            self._told[known.digest] = known.shares
+            known.told = known.shares
         return known
 
     def _fail_round(self, session: WorkerSession, round_: Round, exc: BaseException, *, stays_open: bool) -> None:
@@ -514,8 +524,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def _leave(self, reason: WeightTransferError) -> None:
         self._abandon_round()
         self._release()
-        self._metadata.clear()
-        self._told.clear()
+        self._known.clear()
         if self._session is not None:
             self._session.leave(reason)
             self._session = None
