@@ -275,6 +275,13 @@ def idle(session, address):
     return sock
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """A session that gives strangers as long as a test may take."""
+    monkeypatch.setattr(module, "_HANDSHAKE_S", WAIT_S)
+
+
+@pytest.mark.usefixtures("patient")
 def test_idle_strangers_of_the_own_address_keep_no_peer_out(session, join):
     """Where strangers have taken all places, also from a peer's own address, the oldest of them is closed for the peer."""
     with ExitStack() as strangers:
@@ -286,6 +293,7 @@ def test_idle_strangers_of_the_own_address_keep_no_peer_out(session, join):
     assert len(session.workers) == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_strangers_of_one_address_push_out_nobody_of_another(session, dial, hello):
     """A peer that is still in its handshake stays while strangers of another address come and push out one another."""
     peer = dial(session)
