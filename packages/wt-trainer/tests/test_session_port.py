@@ -816,11 +816,11 @@ def test_placements_are_bounded_by_their_last_use(session, join, until):
     with session.running(1, WAIT_S):
         for number in range(1, 101):
             session.expect_placed(number, f"digest {number}", is_draft=False)
-            peer.send(Placed(round=number, kinds="r", parts=[], not_in_place={}))
+            peer.send(Placed(round=number, takes="a", digested="r", parts=[], not_in_place={}))
             until(lambda number=number: (f"digest {number}", False) in worker.placed)
             session.expect_placed(1000 + number, "often", is_draft=False)
             if number == 1:
-                peer.send(Placed(round=1001, kinds="n", parts=[], not_in_place={}))
+                peer.send(Placed(round=1001, takes="n", digested="n", parts=[], not_in_place={}))
             peer.send(Ready(round=1000 + number, knows_metadata=True))
             until(lambda: next(reversed(worker.placed)) == ("often", False))
             assert len(worker.placed) <= module._MAX_PLACED
