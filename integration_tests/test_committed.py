@@ -11,7 +11,7 @@ from typing import Any
 import models
 import pytest
 from engines import InProcess, Servers
-from harness import Cast, HostError, TrainerHost
+from harness import Cast, EmbeddedServer, HostError, TrainerHost
 from test_sync import PROMPT, TOLERANCE
 
 O_BIAS = "model.layers.0.self_attn.o_proj.bias"
@@ -127,6 +127,39 @@ def test_wider_layer_is_not_cut(
 
 
 # --- what the source does not list -----------------------------------------------------------------------------
+
+
+def test_persistent_buffers_are_sent(
+    checkpoint: Callable[[str], Path], started: Callable[..., InProcess], cast: Cast
+) -> None:
+    """A router's bias, a buffer of the trainer's module, decides which experts compute: it arrives like a parameter."""
+    engine = started(checkpoint("glm4-moe"))
+    trainer = trainer_of(cast, engine, "glm4-moe", layout="renamed")
+    trainer.call("init")
+    for seed in (3, 4, 5):
+        report = sync(trainer, seed)
+        assert report["ignored"] == report["workers"][0]["not_synced"] == []
+        assert difference(engine, "glm4-moe", seed) < TOLERANCE
+
+
+def test_persistent_buffers_are_sent_to_the_embedded_server(
+    checkpoint: Callable[[str], Path], tmp_path: Path, cast: Cast
+) -> None:
+    """The same there; a source without them commits, and the report, its text and the log say what the server has from before."""
+    with EmbeddedServer(checkpoint("glm4-moe"), tmp_path) as server:
+        server.wait_ready()
+        expected = models.prompt_logprobs(models.build_model("glm4-moe", 3), PROMPT)
+        for buffers in (True, False):
+            reach = {"base_urls": [server.base_url]}
+            trainer = cast.trainer([], layout="module", model="glm4-moe", buffers=buffers, **reach)
+            trainer.call("init")
+            report = sync(trainer, 3 if buffers else 4)
+            not_synced = report["workers"][0]["not_synced"]
+            assert (not_synced != []) is not buffers
+            assert all(name.endswith("e_score_correction_bias") for name in not_synced)
+            if buffers:
+                assert server.prompt_logprobs(PROMPT) == pytest.approx(expected, abs=TOLERANCE)
+            cast.release()
 
 
 @pytest.fixture(scope="module")

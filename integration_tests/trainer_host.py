@@ -335,6 +335,13 @@ def _hf_renamed(trainer: Trainer) -> WeightSource:
     return RenamedSource(ModuleSource(torch.compile(model, backend="eager")), checkpoint_name)
 
 
+def _hf_module(trainer: Trainer) -> WeightSource:
+    """A Hugging Face model by its own names, as a server of the same class takes them; without buffers on request."""
+    model = _own_hf(trainer)
+    _load_whole(trainer, model)
+    return ModuleSource(model, buffers=trainer.config.get("buffers", True))
+
+
 def _none(trainer: Trainer) -> WeightSource | None:
     """No model."""
     return None
@@ -432,6 +439,7 @@ LAYOUTS = {
     "plain": _plain,
     "whole": _hf_whole,
     "renamed": _hf_renamed,
+    "module": _hf_module,
     "master-fp32": _hf_whole,
     "fsdp2": _hf_fsdp2,
     "fsdp2-offload": lambda trainer: _hf_fsdp2(trainer, offload=True),
