@@ -1246,7 +1246,7 @@ def test_second_init_is_a_session_of_its_own(make_client, make_engine):
 def test_metadata_of_sources_in_turn_are_taken_once_and_bounded(make_client, make_engine, monkeypatch):
     """A few sources in turn cost nothing from their second round on; of many, those sent last are remembered."""
     taken, usual = [], RoundMetadata.of
-    monkeypatch.setattr(RoundMetadata, "of", lambda source, *rest: taken.append(source) or usual(source, *rest))
+    monkeypatch.setattr(RoundMetadata, "of", lambda source, *args: taken.append(source) or usual(source, *args))
     engine = make_engine(make_client())
     few, many = [Source() for _ in range(3)], [Source() for _ in range(20)]
     taken.clear()

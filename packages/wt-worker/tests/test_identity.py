@@ -53,6 +53,19 @@ def test_replicas_in_one_group_stay_apart(store):
     assert [rank.engine_id for rank in ranks] == ["i00/0", "i00/0", "i01/1", "i01/1"]
 
 
+def test_replicas_that_were_started_together_have_a_word_in_common(store):
+    """It is that of the first rank of the first replica, also where every replica has a configuration of its own."""
+    ranks = [
+        Identity(config_of(rank, 2, f"i{rank}{index}", index, data_parallel_size=2))
+        for index in (1, 0)
+        for rank in (1, 0)
+    ]
+    assert {rank.replicas_id for rank in ranks} == {"i00"}
+    assert [rank.engine_id for rank in ranks] == ["i01/1", "i01/1", "i00/0", "i00/0"]
+    single = [Identity(config_of(0, 1, f"j{index}", index, data_parallel_size=2)) for index in (0, 1)]
+    assert [rank.engine_id for rank in single] == ["j0/0", "j1/1"]
+
+
 def test_torchrun_ranks_are_one_engine_with_data_parallelism(store):
     """With torchrun vLLM numbers and counts the ranks of all replicas together: so they are one engine here."""
     external = {"distributed_executor_backend": "external_launcher"}
@@ -84,7 +97,8 @@ def test_missing_rank_0_is_logged(store, monkeypatch, caplog):
     monkeypatch.setattr(module, "_READ_S", 0.05)
     with caplog.at_level(logging.WARNING):
         assert Identity(config_of(1, 2)).engine_id == "i0/0"
-    assert "rank 1 of 2 found no engine id of rank 0" in caplog.text
+    assert "the first rank has written no id" in caplog.text
+    assert "a trainer will miss ranks of this engine" in caplog.text
 
 
 def test_without_a_default_group_nothing_is_shared():
@@ -101,7 +115,7 @@ def test_ids_travel_through_the_store_of_a_real_group(tmp_path):
     try:
         first = Identity(config_of(0, 2, "real"))
         store = torch.distributed.distributed_c10d._get_default_store()
-        store.wait([first._key], timedelta(seconds=10))
-        assert store.get(first._key) == b"real"
+        store.wait([first._of_engine.key], timedelta(seconds=10))
+        assert store.get(first._of_engine.key) == b"real"
     finally:
         torch.distributed.destroy_process_group()

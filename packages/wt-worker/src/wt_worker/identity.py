@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _READ_S = 10.0  # rank 0 has written when its engine was made, long before a trainer comes
 
-_made = itertools.count()  # engines of several ranks in this process; all ranks make theirs in the same order
+_made = itertools.count()  # engines in this process; all ranks of an engine make theirs in the same order
 
 
 class Identity:
@@ -40,44 +40,70 @@ class Identity:
         parallel = getattr(vllm_config, "parallel_config", None)
         self.rank = int(getattr(parallel, "rank", 0))
         self.size = int(getattr(parallel, "world_size", 1))
-        self._instance = getattr(vllm_config, "instance_id", None) or uuid.uuid4().hex[:12]
+        self._instance: str = getattr(vllm_config, "instance_id", None) or uuid.uuid4().hex[:12]
         # With torchrun, vLLM numbers and counts the ranks of all data-parallel replicas together: they are one engine here.
         is_external = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
         self._index = 0 if is_external else getattr(parallel, "data_parallel_index", 0)
-        self._is_shared = self.size == 1
-        self._key = f"wt_worker/instance/{self._index}/{next(_made) if self.size > 1 else 0}"
-        if self.size > 1 and self.rank == 0:
-            self._write()
+        number = next(_made)
+        self._of_engine = _Shared(
+            f"wt_worker/instance/{number}/{self._index}",
+            self._instance,
+            is_first=self.rank == 0,
+            is_alone=self.size == 1,
+        )
+        self._of_replicas = _Shared(
+            f"wt_worker/replicas/{number}",
+            self._instance,
+            is_first=self.rank == self._index == 0,
+            is_alone=getattr(parallel, "data_parallel_size", 1) == 1,
+        )
 
     @property
     def engine_id(self) -> str:
         """The same on all ranks of the engine, and no other engine's. The first call may take a moment; it never raises."""
-        if not self._is_shared:
-            self._read()
-            self._is_shared = True
-        return f"{self._instance}/{self._index}"
+        return f"{self._of_engine.value}/{self._index}"
 
-    def _write(self) -> None:
-        self._is_shared = True
-        store = _default_store()
+    @property
+    def replicas_id(self) -> str:
+        """The same on all ranks of all data-parallel replicas that vLLM has started together. As `engine_id` otherwise."""
+        return self._of_replicas.value
+
+
+class _Shared:
+    """A word of the first of some ranks, which all of them have then.
+
+    Args:
+        key: in the store, the same on all of them and no others.
+        own: this rank's word, which it keeps where it can read none.
+        is_first: whether it is the first.
+        is_alone: whether there are no others.
+    """
+
+    def __init__(self, key: str, own: str, *, is_first: bool, is_alone: bool) -> None:
+        self.key = key
+        self._value = own
+        self._is_known = is_first or is_alone
+        store = _default_store() if is_first and not is_alone else None
         if store is not None:
-            store.set(self._key, self._instance)
+            store.set(key, own)
 
-    def _read(self) -> None:
-        store = _default_store()
-        if store is None:
-            return  # not in vLLM, or in one that makes no default group
-        try:
-            store.wait([self._key], timedelta(seconds=_READ_S))
-            self._instance = store.get(self._key).decode()
-        except RuntimeError as exc:
-            logger.warning(
-                "rank %d of %d found no engine id of rank 0 (%s): a trainer will not take the engine for a whole one, unless all "
-                "ranks share one configuration",
-                self.rank,
-                self.size,
-                exc,
-            )
+    @property
+    def value(self) -> str:
+        """The first rank's word, read when it is asked for first."""
+        store = None if self._is_known else _default_store()
+        self._is_known = True
+        if store is not None:
+            try:
+                store.wait([self.key], timedelta(seconds=_READ_S))
+                self._value = store.get(self.key).decode()
+            except RuntimeError as exc:
+                logger.warning(
+                    "%s: the first rank has written no id (%s). Unless all ranks share one configuration, a trainer will miss "
+                    "ranks of this engine",
+                    self.key,
+                    exc,
+                )
+        return self._value
 
 
 def _default_store() -> Any:

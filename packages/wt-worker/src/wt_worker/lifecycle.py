@@ -555,7 +555,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         is_spread = (
             getattr(parallel, "enable_expert_parallel", False) and getattr(parallel, "data_parallel_size", 1) > 1
         )
-        return self._identity.engine_id.rpartition("/")[0] if is_spread else ""
+        return self._identity.replicas_id if is_spread else ""
 
     def _can_sleep(self) -> bool:
         """Whether vLLM may take the weights' memory away between rounds, as it was started; where that is unknown, it may."""
