@@ -282,6 +282,53 @@ def test_tied_names_are_aliases_of_the_first():
     assert ModuleSource(torch.nn.Linear(1, 1)).aliases == {}
 
 
+def test_tied_name_that_is_left_out_is_no_alias():
+    """A function may leave out the second name of a tied parameter, which then is none of the checkpoint's."""
+    source = RenamedSource(ModuleSource(Fused()), lambda name, tensor: [] if "head" in name else name)
+    assert source.aliases == {}
+    both = RenamedSource(ModuleSource(Fused()), lambda name, tensor: [] if "head" in name or "embed" in name else name)
+    assert both.aliases == {}
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda name, tensor: [] if "embed" in name else name,
+        lambda name, tensor: [(f"{name}.{i}", row) for i, row in enumerate(tensor)] if "head" in name else name,
+    ],
+    ids=["first left out", "taken apart otherwise"],
+)
+def test_tied_names_that_do_not_match_are_refused(fn):
+    """A tied name that would get no tensor, or whose parts have no counterpart, is named."""
+    with pytest.raises(
+        ConfigurationError, match=r"'_orig_mod.head.weight' is tied to '_orig_mod.embed.weight'"
+    ) as caught:
+        _ = RenamedSource(ModuleSource(Fused()), fn).aliases
+    assert caught.value.param == "_orig_mod.head.weight"
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (None, "got None"),
+        (7, "got int"),
+        (torch.zeros(2), "got Tensor"),
+        ([("a",)], "got list"),
+        ([("a", 3)], "got list"),
+        ([("a", torch.zeros(1)), "b"], "got list"),
+        ({"a": torch.zeros(1)}, "got dict"),
+    ],
+    ids=str,
+)
+def test_function_that_returns_no_names_is_refused(returned, got):
+    """What is neither a name nor pairs is a ConfigurationError with the parameter, for the metadata and for the tensors."""
+    source = RenamedSource(ModuleSource(Fused()), lambda name, tensor: returned)
+    for use in (lambda: source.metadata, lambda: list(source.iter_full()), lambda: source.aliases):
+        with pytest.raises(ConfigurationError, match=rf"expected fn to return its new name, or .* {got}") as caught:
+            use()
+        assert caught.value.param.startswith("_orig_mod.")
+
+
 class Buffered(torch.nn.Module):
     """Two layers, the first with a persistent buffer and one that is not, which the second has as well."""
 

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from wt_common import PlanError
 from wt_common.digest import digest_bytes
@@ -57,6 +58,20 @@ def test_pieces_are_the_bytes_of_the_parameters():
     assert torch.equal(stream.piece(whole(0)).view(torch.float32), TENSORS["a"])
     assert torch.equal(stream.piece(whole(2)).view(torch.float32), TENSORS["c"])
     stream.finish()
+
+
+def test_tensor_that_was_not_gathered_is_refused(tmp_path):
+    """A DTensor has the whole shape and a part of the data: its error names the parameter and says to gather it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(TENSORS["a"], mesh, [Shard(0)])
+        stream = stream_of(Source([("a", sharded)]))
+        with pytest.raises(PlanError, match=r"yields a DTensor.*materialize_full_tensor") as caught:
+            stream.piece(whole(0))
+        assert caught.value.param == "a"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -305,9 +305,9 @@ class RenamedSource(WeightSource):
 
     Args:
         source: where the parameters come from.
-        fn: `fn(name, tensor)` is the parameter's new name, or the (name, tensor) pairs into which it is taken apart; none
-            leaves it out. It is called with the tensor to send, and for the metadata with one on the meta device: views and
-            slices work on both. What is taken apart has no shards, so only `iter_full` can yield it.
+        fn: `fn(name, tensor)` is the parameter's new name, or the (name, tensor) pairs into which it is taken apart; no pair
+            (`[]`) leaves it out. It is called with the tensor to send, and for the metadata with one on the meta device: views
+            and slices work on both. What is taken apart has no shards, so only `iter_full` can yield it.
     """
 
     def __init__(
@@ -337,8 +337,17 @@ class RenamedSource(WeightSource):
         result: dict[str, str] = {}
         for name, by in self._source.aliases.items():
             whole = torch.empty(metas[by].shape, dtype=metas[by].dtype, device="meta")
-            both = zip(self._parts(name, whole), self._parts(by, whole), strict=True)
-            result |= {alias: of for (alias, _), (of, _) in both}
+            aliases, sent = self._parts(name, whole), self._parts(by, whole)
+            if aliases and len(aliases) != len(sent):
+                raise ConfigurationError(
+                    f"RenamedSource: {name!r} is tied to {by!r}, whose tensor is sent for both; expected fn to take both apart "
+                    f"alike, got {[part for part, _ in aliases]} and {[part for part, _ in sent]}; have it leave out {name!r}, "
+                    "or name the parts of both",
+                    side="trainer",
+                    param=name,
+                )
+            # A tied name that fn leaves out is not the checkpoint's.
+            result |= {alias: of for (alias, _), (of, _) in zip(aliases, sent, strict=False)}
         return result
 
     def owned_names(self, rank: int) -> list[str]:
@@ -375,9 +384,23 @@ class RenamedSource(WeightSource):
         """Whether the other source does."""
         return self._source.implements_iter_local()
 
-    def _parts(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-        parts = self._fn(name, tensor)
-        return [(parts, tensor)] if isinstance(parts, str) else parts
+    def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        parts: Any = self._fn(name, tensor)  # a user's own, which may return anything
+        if isinstance(parts, str):
+            return [(parts, tensor)]
+        found = list(parts) if isinstance(parts, Iterable) and not isinstance(parts, torch.Tensor) else [parts]
+        if all(map(_is_named_tensor, found)):
+            return found
+        raise ConfigurationError(
+            f"RenamedSource: for parameter {name!r} expected fn to return its new name, or (name, tensor) pairs ([] leaves it "
+            f"out), got {parts if parts is None else type(parts).__name__}",
+            side="trainer",
+            param=name,
+        )
+
+
+def _is_named_tensor(part: Any) -> bool:
+    return isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str) and isinstance(part[1], torch.Tensor)
 
 
 def _whole_mesh(mesh: DeviceMesh) -> torch.Tensor:

@@ -180,6 +180,7 @@ class CheckedStream:
                 and tensor.shape == metadata.shapes[index]
                 and tensor.layout == torch.strided
                 and not tensor.is_meta
+                and not hasattr(tensor, "full_tensor")  # a DTensor, which has the shape of the whole one
             ):
                 self._tensor = tensor
                 return
@@ -194,6 +195,12 @@ class CheckedStream:
         got, tensor = _checked_item(item, name)
         if got != name:
             raise _plan_error(name, f"expected parameter {name!r} next, as in the metadata, the source yields {got!r}")
+        if hasattr(tensor, "full_tensor"):
+            raise _plan_error(
+                name,
+                f"parameter {name!r}: expected a whole tensor, the source yields a DTensor, of which this rank has a part; "
+                "gather it: yield materialize_full_tensor(tensor)",
+            )
         raise _plan_error(
             name,
             f"parameter {name!r}: the metadata declares {metadata.dtype_names[index]} {list(metadata.shapes[index])}, the "
