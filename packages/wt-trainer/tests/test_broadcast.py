@@ -12,7 +12,7 @@ from math import prod
 import pytest
 import torch
 
-from wt_common import AgreementError, IntegrityError, Outcome
+from wt_common import AgreementError, IntegrityError, Outcome, PlanError, WeightTransferError
 from wt_common.digest import digest_bytes
 from wt_common.errors import error_from_wire
 from wt_common.packing import plan_groups
@@ -369,6 +369,33 @@ def test_gathered_parameters_are_let_go_with_the_round(connect, send, until):
         del results
         gc.collect()  # an error's traceback holds frames in cycles
         until(lambda: not any(source.alive for source in sources), "the end of the last tensor")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, PlanError])
+def test_source_that_fails_when_all_is_committed_raises_on_its_rank(connect, in_thread, caplog, until, kind):
+    """Its rank raises what happened, as committed; the other one has the report, and both can send again."""
+    returned = threading.Event()
+
+    class Late(Source):
+        def iter_full(self):
+            yield from super().iter_full()
+            if not returned.is_set():
+                assert returned.wait(WAIT_S)
+                raise kind("broken on purpose")
+
+    first, second = connect(Source(0, ("a", "e")), Late(1, ("a", "e")))
+    other = in_thread(second.send_weights)
+    assert first.send_weights().outcome == Outcome.COMMITTED
+    returned.set()
+    with pytest.raises(WeightTransferError, match="broken on purpose") as caught:
+        other.value()
+    assert caught.value.outcome == Outcome.COMMITTED
+    assert (caught.value.side, caught.value.rank) == ("trainer", 1)
+    assert isinstance(caught.value.__cause__ or caught.value, kind)
+    until(lambda: "trainer rank 1" in caplog.text)
+    assert "failed when round 1 was over" in caplog.text
+    other = in_thread(second.send_weights)
+    assert first.send_weights() == other.value()
 
 
 class Watched(Source):

@@ -7,7 +7,7 @@ import socket
 import weakref
 from contextlib import suppress
 
-from wt_common import SCHEMA, PlanError, Side, WeightTransferError
+from wt_common import SCHEMA, Outcome, PlanError, Side, WeightTransferError
 from wt_common.errors import error_from_wire, error_to_wire
 from wt_common.session import Failed, Hello, Joined, Sent
 from wt_trainer.client.protocol import VLLMWeightSyncClient
@@ -73,6 +73,7 @@ class FollowingEngine(SessionEngine[TInfo]):
         """The round, on every other rank."""
         session = self._following
         assert session is not None  # send_weights has checked
+        own: tuple[WeightTransferError, BaseException] | None = None  # what this rank's source raised
         with session.running(self._round_number, self._timeout_s) as round_:
             try:
                 metadata = self._round_metadata()
@@ -86,6 +87,7 @@ class FollowingEngine(SessionEngine[TInfo]):
                 error = as_ours(exc).fill(side=Side.TRAINER, rank=self.rank)
                 ours = round_.failure is None or round_.failure is not error  # else the sender knows, or is gone
                 stopped = round_.failure is None and (isinstance(error, PlanError) or error is not exc)
+                own = (error, exc) if stopped else None
                 round_.fail(error)
                 self._end_transfer(failed=True)
                 if ours:
@@ -98,4 +100,9 @@ class FollowingEngine(SessionEngine[TInfo]):
             self._end_transfer(failed=True)
             self._run_source_to(outcome.run_to)
             raise error_from_wire(outcome.error)
+        if own is not None:
+            # The others did not need what this rank had still to yield, and may have returned: they cannot raise it.
+            error, cause = own
+            error.outcome = Outcome.COMMITTED
+            raise error from (None if error is cause else cause)
         return TransferReport.from_dict(outcome.report or {})

@@ -57,7 +57,8 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
     def send_weights(self, *, weight_version: str | None = None, source: WeightSource | None = None) -> TransferReport:
         """Every worker has the source's current weights, and publishes them as `weight_version` (None is the round's number).
 
-        Called on every trainer rank; returns or raises the same on all. Tensors are read after the caller's current stream has
+        Called on every trainer rank; returns or raises the same on all, except that a source which fails when the round has
+        committed without it raises on its own rank, as `committed`. Tensors are read after the caller's current stream has
         reached this call, and not after it returns. Inside `client.draft()` the weights go to the speculative draft model, and no
         version is published.
 

@@ -426,6 +426,8 @@ class Session:
             if number is not None and number > self._last_round and not peer.is_worker:
                 self._early.append((peer, message))
                 return
+        if isinstance(message, Failed) and not peer.is_worker:
+            logger.warning("%s failed when round %d was over: %s", peer, message.round, message.error.get("message"))
         if not isinstance(
             message, (Credit, Ended, Failed, Position, Sent, State)
         ):  # those need no answer: their sender waits for nothing
