@@ -978,6 +978,48 @@ def test_address_towards_a_host_is_ours():
     assert local_address_towards(["no-such-host.invalid", "127.0.0.1"]) == "127.0.0.1"
 
 
+ROUTES = {
+    "here": ("127.0.0.1", True),
+    "near": ("10.0.0.2", False),
+    "also-near": ("10.0.0.2", False),
+    "far": ("172.16.0.2", False),
+}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "address"),
+    [
+        (["here"], "127.0.0.1"),
+        (["here", "near"], "10.0.0.2"),
+        (["near", "here", "also-near"], "10.0.0.2"),
+    ],
+    ids=str,
+)
+def test_address_is_one_that_all_hosts_reach(monkeypatch, hosts, address):
+    """A server on this host reaches each of its addresses; one elsewhere does not reach loopback."""
+    monkeypatch.setattr(module, "_address_used_for", ROUTES.__getitem__)
+    assert local_address_towards(hosts) == address
+
+
+def test_hosts_without_an_address_in_common_are_refused(monkeypatch):
+    """Where servers lie in different networks, nobody knows which address all of them reach: the user is asked."""
+    monkeypatch.setattr(module, "_address_used_for", ROUTES.__getitem__)
+    with pytest.raises(
+        ConfigurationError, match=r"10\.0\.0\.2 towards near, 172\.16\.0\.2 towards far; set master_address"
+    ) as caught:
+        local_address_towards(["here", "near", "far"])
+    assert (caught.value.side, caught.value.phase) == ("trainer", "init")
+
+
+def test_own_addresses_are_told_from_others():
+    """Loopback and an address of a network card are this host's, another host's is not."""
+    assert module._address_used_for("127.0.0.2")[1]
+    own = local_address_towards([])
+    assert module._address_used_for(own)[1]
+    with suppress(OSError):  # a machine without a route to anywhere
+        assert not module._address_used_for("192.0.2.1")[1]
+
+
 @pytest.mark.parametrize("hosts", [[], ["no-such-host.invalid"]], ids=str)
 def test_address_without_a_known_host_can_be_listened_on(hosts):
     """Without a host to reach, the address is still one of this host's."""

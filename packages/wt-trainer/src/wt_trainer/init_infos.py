@@ -17,7 +17,8 @@ class SessionFields:
     """What every built-in backend takes, beside its own fields.
 
     Attributes:
-        master_address: local address to listen on, as the workers reach it; None finds the one towards the client's hosts.
+        master_address: local address to listen on, as the workers reach it; None finds the one towards the client's hosts, and
+            is refused where there are several.
         master_port: port to listen on; None takes a free one.
         world_size: 1 + all worker ranks, which is then checked; None takes as many as the servers say they have.
         timeout_s: seconds for a whole round, and for the init; the client's own timeout, if shorter, wins.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import os
 import resource
@@ -11,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -490,17 +491,43 @@ def _lost_error(peer: Peer, exc: Exception) -> WeightTransferError:
 
 
 def local_address_towards(hosts: Iterable[str]) -> str:
-    """This host's address as the first resolvable of `hosts` sees it; without one, the host's own name, or loopback."""
-    candidates: list[Callable[[], str]] = [lambda host=host: _address_used_for(host) for host in hosts]  # type: ignore[misc]
-    candidates.append(lambda: socket.gethostbyname(socket.gethostname()))
-    for candidate in candidates:
+    """This host's address as all of `hosts` reach it; those that cannot be resolved are left out.
+
+    A host that is this one reaches each of its addresses, so the others decide. Without any, it is that of this host's name,
+    or loopback.
+
+    Raises:
+        ConfigurationError: they would reach it under several.
+    """
+    distant: dict[str, str] = {}  # by our address, a host that it is for
+    own = []
+    for host in hosts:
         with suppress(OSError):
-            return candidate()
+            address, is_own = _address_used_for(host)
+            if is_own:
+                own.append(address)
+            else:
+                distant.setdefault(address, host)
+    if len(distant) > 1:
+        raise ConfigurationError(
+            "session: expected one address of this host for all servers, got "
+            + ", ".join(f"{address} towards {host}" for address, host in distant.items())
+            + "; set master_address to one that all of them reach",
+            side=Side.TRAINER,
+            phase="init",
+        )
+    if distant or own:
+        return [*distant, *own][0]
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
 
 
-def _address_used_for(host: str) -> str:
+def _address_used_for(host: str) -> tuple[str, bool]:
+    """This host's address on the way to `host`, and whether that is this host itself."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing: the kernel only picks the route, and with it our address
-        return str(probe.getsockname()[0])
+        address = str(probe.getsockname()[0])
+    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return address, is_loopback or address == target[0]
