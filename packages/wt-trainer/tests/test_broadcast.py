@@ -12,7 +12,16 @@ from math import prod
 import pytest
 import torch
 
-from wt_common import AgreementError, IntegrityError, Outcome, PlanError, WeightTransferError
+from wt_common import (
+    AgreementError,
+    BackendUnavailableError,
+    ConfigurationError,
+    IntegrityError,
+    Outcome,
+    PlanError,
+    SourceModeError,
+    WeightTransferError,
+)
 from wt_common.digest import digest_bytes
 from wt_common.errors import error_from_wire
 from wt_common.packing import plan_groups
@@ -34,8 +43,8 @@ from wt_common.session import (
     State,
     StoreSet,
 )
-from wt_trainer import GlooTrainerInitInfo, ParamMeta, WeightSource
-from wt_trainer.backends.broadcast import GlooTrainerWeightTransferEngine
+from wt_trainer import GlooTrainerInitInfo, NCCLTrainerInitInfo, ParamMeta, WeightSource
+from wt_trainer.backends.broadcast import GlooTrainerWeightTransferEngine, NCCLTrainerWeightTransferEngine
 from wt_trainer.channels.base import Membership
 from wt_trainer.channels.gloo import GlooChannel
 from wt_trainer.follower import FollowerSession
@@ -396,6 +405,33 @@ def test_source_that_fails_when_all_is_committed_raises_on_its_rank(connect, in_
     assert "failed when round 1 was over" in caplog.text
     other = in_thread(second.send_weights)
     assert first.send_weights() == other.value()
+
+
+class LocalOnly(Source):
+    """One that yields shards alone."""
+
+    iter_full = WeightSource.iter_full
+
+    def iter_local(self):
+        yield from ()
+
+
+@pytest.mark.parametrize(
+    ("source", "error"), [(None, ConfigurationError), (LocalOnly(), SourceModeError)], ids=["none", "shards"]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wrong_argument_is_told_before_what_the_machine_lacks(client, monkeypatch, source, error, rank):
+    """What was passed is wrong on any machine, so that comes first, on every rank."""
+
+    def lacking():
+        raise BackendUnavailableError("nccl4py cannot be imported")
+
+    monkeypatch.setattr(NCCLTrainerWeightTransferEngine, "_own_device", staticmethod(lacking))
+    info = NCCLTrainerInitInfo("127.0.0.1", 1, rank=rank, session_secret="ab", num_trainer_ranks=2, timeout_s=1)
+    with pytest.raises(error):
+        NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
+    with pytest.raises(BackendUnavailableError):
+        NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=Source())
 
 
 class Watched(Source):

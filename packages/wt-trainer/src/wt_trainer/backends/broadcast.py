@@ -66,6 +66,7 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
         self._ahead: tuple[_Pipeline, Iterator[None]] | None = None  # what was begun before the workers are ready
 
     def _prepare_metadata(self) -> None:
+        self._check_source(self.source)  # what was passed is wrong on any machine
         # Not in the constructor: what the sender lacks, the other ranks hear of from here on.
         self._device = self._own_device()
         self._staging = Staging(self.init_info.packed_num_buffers, self._device)
