@@ -279,7 +279,9 @@ class HTTPVLLMWeightSyncClient:
         if _succeeded(self._request("POST", url, "/reset_prefix_cache", params=params)):
             return f"{url}: the external (connector's) cache was not reset"
         raise TransportError(
-            f"{url}: the prefix cache was not reset; do it before the server generates", side="trainer"
+            f"{url}: the prefix cache was not reset, so that what the server generates may go on from keys and values of older "
+            "weights, unless it is paused; call client.reset_caches() again, and drop what was generated before that",
+            side="trainer",
         )
 
     def _reset_optional_cache(self, url: str, path: str) -> str | None:
