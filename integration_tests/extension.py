@@ -184,6 +184,65 @@ class PlacementExtension:
         weight.data = weight.data.clone()
         return "model.layers.0.mlp.down_proj"
 
+    def _plant_loaded_copy(self, model: Any) -> str:
+        """A layer that goes through the loader for good keeps a copy of its weight, which is made once."""
+        layer = model.model.layers[0].mlp.down_proj
+        layer.quant_method = _unknown_method(layer.quant_method)
+        layer.probe = layer.weight.detach().clone()
+        self._undo.append(
+            lambda: (delattr(layer, "probe"), setattr(layer, "quant_method", layer.quant_method.original))
+        )
+        return "model.layers.0.mlp.down_proj"
+
+    def _plant_loaded_view(self, model: Any) -> str:
+        """A view of what such a layer's processing makes anew each time: the new one follows, the view does not."""
+        import torch
+
+        layer = model.model.layers[0].mlp.down_proj
+        layer.quant_method = _unknown_method(layer.quant_method, lambda it: setattr(it, "made", it.weight.data.clone()))
+        layer.made = layer.weight.data.clone()
+        model.model.layers[0].probe = layer.made.view(-1).view(torch.int32).view(layer.made.dtype).view_as(layer.made)
+        self._undo.append(lambda: delattr(model.model.layers[0], "probe"))
+        self._undo.append(lambda: (delattr(layer, "made"), setattr(layer, "quant_method", layer.quant_method.original)))
+        return "model.layers.0.mlp.down_proj"
+
+    def _plant_moved_weight(self, model: Any) -> str:
+        """A round gives a weight other memory, and a view of the old one remains."""
+        layer = model.model.layers[0].mlp.down_proj
+        layer.quant_method = _unknown_method(layer.quant_method)
+        model.model.layers[0].probe = layer.weight.data[0]
+        original = model.load_weights
+
+        def load(pairs: Any) -> Any:
+            result = original(pairs)
+            if not layer.weight.is_meta:
+                layer.weight.data = layer.weight.data.clone()
+            return result
+
+        model.load_weights = load
+        self._undo.append(lambda: (delattr(model, "load_weights"), delattr(model.model.layers[0], "probe")))
+        self._undo.append(lambda: setattr(layer, "quant_method", layer.quant_method.original))
+        return "model.layers.0.mlp.down_proj"
+
+    def _plant_emptied_copy(self, model: Any) -> str:
+        """A copy of a weight of which nothing serves but what was made from it; the first load of the two makes it."""
+        import torch
+
+        layer = model.model.layers[0].mlp.down_proj
+
+        def process(it: Any) -> None:
+            if not hasattr(it, "probe"):
+                it.probe = it.weight.data.clone()
+            it.packed = it.weight.data.t().contiguous()
+            it.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+        before = layer.weight
+        layer.quant_method = _unknown_method(layer.quant_method, process)
+        layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        self._undo.append(lambda: (delattr(layer, "probe"), delattr(layer, "packed"), setattr(layer, "weight", before)))
+        self._undo.append(lambda: setattr(layer, "quant_method", layer.quant_method.original))
+        return "model.layers.0.mlp.down_proj"
+
     def _plant_two_names(self, model: Any) -> str:
         before = model.lm_head.weight
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -197,6 +256,20 @@ class PlacementExtension:
         layer._expert_map = torch.arange(4)
         self._undo.append(lambda: delattr(layer, "_expert_map"))
         return "model.layers.0.mlp.gate_up_proj"
+
+
+def _unknown_method(original: Any, process: Any = lambda _: None) -> Any:
+    """A quantization method that is on no list, so that its layer goes through the loader; it processes by `process`."""
+
+    class UnknownMethod(type(original)):
+        def __init__(self) -> None:
+            self.__dict__.update(original.__dict__, original=original)
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            super().process_weights_after_loading(layer)
+            process(layer)
+
+    return UnknownMethod()
 
 
 def _once(owner: Any, name: str, before: Any) -> None:

@@ -85,11 +85,23 @@ def test_view_that_processing_left_behind_is_refused(plant: Callable[[str], tupl
     assert (error["type"], error["outcome"], error["param"]) == ("PlanError", "unchanged", f"{layer}.weight")
 
 
-@pytest.mark.parametrize(("trap", "path"), [("float_copy", "attn.impl.probe"), ("concatenated", "mlp.probe")])
+@pytest.mark.parametrize(
+    ("trap", "path"),
+    [
+        ("float_copy", "attn.impl.probe"),
+        ("concatenated", "mlp.probe"),
+        ("loaded_copy", "down_proj.probe"),
+        ("loaded_view", "layers.0.probe"),
+        ("emptied_copy", "down_proj.probe"),
+    ],
+)
 def test_copy_that_nobody_makes_again_is_refused(
     plant: Callable[[str], tuple[TrainerHost, str]], trap: str, path: str
 ) -> None:
-    """A model that would compute with an old copy is an error that names the copy, as soon as the weights are others."""
+    """A model that would compute with an old copy is an error that names the copy, as soon as the weights are others.
+
+    That is so for layers that could be written in place, and for those that go through the loader for good.
+    """
     trainer, layer = plant(trap)
     errors = []
     for seed in (3, 4):
@@ -105,6 +117,15 @@ def test_copy_that_nobody_makes_again_is_refused(
     assert "holds a copy of" in error["message"]
     assert error["param"].startswith(layer)
     assert error["outcome"] == "poisoned"
+
+
+def test_view_of_memory_that_a_round_has_left_is_refused(plant: Callable[[str], tuple[TrainerHost, str]]) -> None:
+    """What refers to the memory that a parameter had before the round, and has no longer, is an error that names it."""
+    trainer, layer = plant("moved_weight")
+    with pytest.raises(HostError, match=r"layers\.0\.probe is a view of memory that") as caught:
+        sync(trainer, 3)
+    error = caught.value.error
+    assert (error["type"], error["outcome"], error["param"]) == ("PlanError", "poisoned", f"{layer}.weight")
 
 
 def test_experts_that_moved_are_not_written_in_place(

@@ -42,10 +42,11 @@ class Reached:
     tensor: torch.Tensor
 
 
-def reachable(model: torch.nn.Module) -> Iterator[Reached]:
-    """Every tensor that is reachable from `model`'s modules by attributes, containers and closures; each storage once.
+def reachable(model: torch.nn.Module, *, every_path: bool = False) -> Iterator[Reached]:
+    """Every tensor that is reachable from `model`'s modules by attributes, containers and closures.
 
-    Registered tensors come first. Caches of keys and values are left out: they are emptied after a round, not derived.
+    Each storage comes once, or, with `every_path`, as often as something refers to it. Registered tensors come first. Caches of
+    keys and values are left out: they are emptied after a round, not derived.
     """
     modules = dict(model.named_modules())
     storages: set[int] = set()
@@ -53,7 +54,7 @@ def reachable(model: torch.nn.Module) -> Iterator[Reached]:
 
     def new(tensor: torch.Tensor) -> bool:
         key = tensor.untyped_storage()._cdata  # noqa: SLF001  # its identity
-        if tensor.is_meta or not tensor.numel() or key in storages:
+        if tensor.is_meta or not tensor.numel() or (key in storages and not every_path):
             return False
         storages.add(key)
         return True
@@ -85,6 +86,8 @@ def copies_of(parameters: Mapping[str, torch.Tensor], others: Iterable[Reached])
         row = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)[:1].float()
         if row.numel() > 1 and bool((row != row[0, 0]).any()):
             rows.setdefault((row.numel(), int(_keys(row)[0])), []).append(name)
+    if not rows:
+        return []
     lengths = {length for length, _ in rows}
     found: dict[tuple[str, str], Reached] = {}
     for each in others:

@@ -69,7 +69,10 @@ class LayerStates:
         anchors: where these hang; there as soon as something was bound.
         recomputed: what makes again, after a round that is all in place, what is made from parameters; by module.
         is_covered: whether no layer gets a part; it was not asked yet if not.
-        copies: (parameter, path of a tensor that holds a copy of it), each of which must follow its parameter.
+        copies: (parameter, path of a tensor that holds a copy of it), each of which must follow its parameter; and whether it
+            is watched only until it has done so.
+        num_searches: how often copies of the parameters that go through the loader were searched for.
+        first_rows: of these parameters, the first row as it came last, as long as that search goes on.
     """
 
     plan: Plan
@@ -84,7 +87,9 @@ class LayerStates:
     anchors: Anchors | None = None
     recomputed: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     is_covered: bool = False
-    copies: dict[tuple[str, str], None] = field(default_factory=dict)
+    copies: dict[tuple[str, str], bool] = field(default_factory=dict)
+    num_searches: int = 0
+    first_rows: dict[str, torch.Tensor] = field(default_factory=dict)
     names: dict[str, NamePlan] = field(init=False)
     shared: list[tuple[str, list[Layer]]] = field(init=False)
 
@@ -109,6 +114,12 @@ class LayerStates:
         """The parameters of the layers that are, or may be, written in place."""
         for layer in self.layers.values():
             if layer.reason is None:
+                yield from layer.parameters
+
+    def loaded_parameters(self) -> Iterator[str]:
+        """The parameters of all other layers, which go through the loader for good."""
+        for layer in self.layers.values():
+            if layer.reason is not None:
                 yield from layer.parameters
 
     def experts_have_moved(self) -> bool:

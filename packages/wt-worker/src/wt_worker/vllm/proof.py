@@ -1,8 +1,12 @@
-"""Proves layers by a round that goes through the loader, and watches what holds copies of their parameters.
+"""Proves layers by a round that goes through the loader, and watches what holds copies of any layer's parameters.
 
 Before the round: what serves is digested, and whatever else the model refers to is searched for copies of parameters. After it:
 what serves must be what came; what else has changed, and is made by nobody we know, keeps the layers around it on the loader;
-and a copy that did not follow its parameter is an error, in this round and in every later one.
+and a copy that did not follow its parameter is an error, in this round and in every later one. So is a view of memory that its
+parameter has left in the round.
+
+Copies of parameters that go through the loader are searched for before the first two rounds: one may be made by the first
+forward. Before the second, those are found too whose parameter serves packed or emptied: by its row that came in the first.
 """
 
 from __future__ import annotations
@@ -15,13 +19,15 @@ import torch
 from wt_worker.digest import tensor_digest
 from wt_worker.placement.binding import Binding, misfit
 from wt_worker.placement.digest import box_digest
-from wt_worker.placement.plan import NamePlan, Plan
+from wt_worker.placement.plan import Copy, NamePlan, Plan
 from wt_worker.placement.prove import Reached, copies_of, reachable, snapshot
 from wt_worker.vllm.derived import recomputed_modules
 from wt_worker.vllm.layers import LayerStates
 from wt_worker.vllm.reload import plan_error
 
 __all__ = ["Proof", "live_tensors"]
+
+_NUM_SEARCHES = 2  # see above
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -43,15 +49,18 @@ class Proof:
         self._model_config = model_config
         self._states = states
         self._before: dict[str, tuple[str, int]] = {}
+        self._came: dict[str, torch.Tensor] = {}  # first rows
         self._proves = any(layer.is_pending for layer in states.layers.values())
-        if self._proves:
+        self._searches_loaded = _searches_loaded(states)
+        self._views: list[tuple[str, str, torch.UntypedStorage]] = []
+        if self._proves or self._searches_loaded:
             self._search()
         self._copies = self._digest_copies() if states.copies else {}
 
     @classmethod
     def needed(cls, states: LayerStates) -> bool:
         """Whether there is anything to prove or to watch."""
-        return bool(states.copies) or any(layer.is_pending for layer in states.loaded)
+        return bool(states.copies) or any(layer.is_pending for layer in states.loaded) or _searches_loaded(states)
 
     def note(self, name: NamePlan, tensor: torch.Tensor) -> None:
         """`tensor` has come, and goes to the loader."""
@@ -60,17 +69,28 @@ class Proof:
             came = _digests(self._states.plan, name, tensor)
             for layer in layers:
                 layer.came[name.name] = came
+        if self._searches_loaded or self._states.first_rows:
+            for copy in name.copies:
+                row = _first_row(self._states.plan, copy, tensor)
+                if row is not None and self._states.layer_of(copy.parameter).reason is not None:
+                    self._came[copy.parameter] = row
 
     def check(self) -> None:
         """After the round.
 
         Raises:
-            PlanError: a copy of a parameter has not followed it, so that the model computes with old weights.
+            PlanError: a copy of a parameter, or a view of the memory that it had, has not followed it, so that the model computes
+                with old weights.
         """
+        self._check_views()
         self._check_copies()
+        states = self._states
+        if self._searches_loaded:
+            states.num_searches += 1
+        # Needed for one more search, and to watch what that has found.
+        states.first_rows = self._came if _searches_loaded(states) or states.copies else {}
         if not self._proves:
             return
-        states = self._states
         after = snapshot(each for who, _, each in self._others() if who == "nobody")
         for path, digest in after.items():
             if self._before.get(path) != digest:
@@ -96,25 +116,68 @@ class Proof:
     def _search(self) -> None:
         """Find what may be derived from parameters, and what surely is; digest what serves."""
         states, live = self._states, live_tensors(self._model)
+        paths: dict[int, list[str]] = {}
+        for each in reachable(self._model, every_path=True):
+            paths.setdefault(each.tensor.untyped_storage().data_ptr(), []).append(each.path)
         others = self._others()
-        parameters = {name: live[name] for name in states.candidates()}
+        # Where there is nothing to prove, candidates were searched for in an earlier round.
+        parameters = {name: live[name] for name in states.candidates()} if self._proves else {}
         for who in ("round", "nobody", "loader"):
-            owners = {id(each): owner for kind, owner, each in others if kind == who}
-            for name, copy in copies_of(parameters, [each for kind, _, each in others if kind == who]):
+            found = copies_of(parameters, [each for kind, _, each in others if kind == who])
+            for name, copy in found:
                 layer = states.layer_of(name)
-                if who == "loader" and owners[id(copy)] == layer.name:
-                    continue
-                states.copies[name, copy.path] = None
+                self._watch(name, copy, paths, is_loaded=False)
                 layer.is_inert = False  # only other values will show whether the copy follows
                 if who != "round":
                     layer.reason = layer.reason or f"{copy.path} holds a copy of {name}"
+        self._find_views(paths, live)
+        if self._searches_loaded:
+            self._search_loaded([each for _, _, each in others], paths, live)
         states.share_reasons()
+        if not self._proves:
+            return
         self._before = snapshot(each for kind, _, each in others if kind == "nobody")
         binding = Binding(states.plan, live, list(states.candidates()))
         for layer in states.layers.values():
             if layer.is_pending and not layer.is_inert:
                 names = [name.name for parameter in layer.parameters for name, _ in self._copies_into(parameter)]
                 layer.was = self._digests_of(binding, names)
+
+    def _search_loaded(self, others: list[Reached], paths: dict[int, list[str]], live: dict[str, torch.Tensor]) -> None:
+        """Find copies of parameters that go through the loader: by what serves, and by what came last."""
+        written = {name: live[name] for name in self._states.loaded_parameters() if name in live}
+        memory = {tensor.untyped_storage().data_ptr() for tensor in written.values()}
+        others = [each for each in others if each.tensor.untyped_storage().data_ptr() not in memory]
+        for parameters in (written, self._states.first_rows):
+            for name, copy in copies_of(parameters, others):
+                self._watch(name, copy, paths, is_loaded=True)
+
+    def _watch(self, name: str, copy: Reached, paths: dict[int, list[str]], *, is_loaded: bool) -> None:
+        """`copy`, under each path to its memory, must follow parameter `name`."""
+        for path in paths[copy.tensor.untyped_storage().data_ptr()]:
+            self._states.copies.setdefault((name, path), is_loaded)
+
+    def _find_views(self, paths: dict[int, list[str]], live: dict[str, torch.Tensor]) -> None:
+        """Note who else refers to the memory of a parameter."""
+        names = {*self._states.candidates(), *self._states.loaded_parameters()} & live.keys()
+        for name in names:
+            storage = live[name].untyped_storage()
+            self._views += [(name, path, storage) for path in paths.get(storage.data_ptr(), ()) if path not in names]
+
+    def _check_views(self) -> None:
+        if not self._views:
+            return
+        live = live_tensors(self._model)
+        left = [each for each in self._views if not _is_in(live.get(each[0]), each[2])]
+        now = {each.path: each.tensor for each in reachable(self._model, every_path=True)} if left else {}
+        for name, path, storage in left:
+            if _is_in(now.get(path), storage):
+                raise plan_error(
+                    name,
+                    f"{path} is a view of memory that {name} has left in this round: the model would compute with the old "
+                    "weights in it; restart the server, and report this model",
+                    phase="finish",
+                )
 
     def _copies_into(self, parameter: str) -> Iterator[tuple[NamePlan, Any]]:
         yield from self._states.plan.copies_into.get(parameter, ())
@@ -143,13 +206,14 @@ class Proof:
         return found
 
     def _digest_copies(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """By parameter and path, the digests of both."""
+        """By parameter and path, the digests of both; of a parameter that serves emptied or packed, of the row that came."""
         live = live_tensors(self._model)
-        now = {each.path: each.tensor for each in reachable(self._model)}
+        now = {each.path: each.tensor for each in reachable(self._model, every_path=True)}
+        rows = self._came or self._states.first_rows
         return {
-            (name, path): (tensor_digest(live[name]), tensor_digest(now[path]))
+            (name, path): (tensor_digest(rows[name] if name in rows else live[name]), tensor_digest(now[path]))
             for name, path in self._states.copies
-            if name in live and path in now
+            if (name in rows or name in live) and path in now
         }
 
     def _check_copies(self) -> None:
@@ -157,14 +221,39 @@ class Proof:
             return
         after = self._digest_copies()
         for key, (parameter, copy) in self._copies.items():
-            if key in after and after[key][0] != parameter and after[key][1] == copy:
-                name, path = key
+            if key not in after or after[key][0] == parameter:
+                continue
+            name, path = key
+            if after[key][1] == copy:
                 raise plan_error(
                     name,
                     f"{path} holds a copy of {name} that neither vLLM's reload nor this package makes again: the model would "
                     "compute with the old weights; restart the server, and report this model",
                     phase="finish",
                 )
+            if self._states.copies[key]:
+                del self._states.copies[key]  # whoever made it again will do so in every round
+
+
+def _searches_loaded(states: LayerStates) -> bool:
+    """Whether copies of parameters that go through the loader are still searched for."""
+    return states.num_searches < _NUM_SEARCHES and any(states.loaded_parameters())
+
+
+def _is_in(tensor: torch.Tensor | None, storage: torch.UntypedStorage) -> bool:
+    """Whether `tensor` is there, and in `storage`."""
+    return tensor is not None and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+
+
+def _first_row(plan: Plan, copy: Copy, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The first row of the parameter that `copy` puts a part of `tensor` into, in its dtype; None if some of it is elsewhere."""
+    parameter = plan.by_parameter[copy.parameter]
+    length = parameter.shape[-1] if parameter.shape else 1
+    if copy.destination.offset or copy.destination.strides[-1] != 1 or not copy.source.num_elements:
+        return None
+    row = copy.source.of(tensor.contiguous().reshape(-1))
+    row = row[(0,) * (row.ndim - 1)][:length]
+    return row.to(getattr(torch, parameter.dtype_name), copy=True) if len(row) == length else None
 
 
 def _digests(plan: Plan, name: NamePlan, tensor: torch.Tensor) -> list[int]:
