@@ -27,6 +27,9 @@ class MergedLoraSource(WeightSource):
     The model itself is never merged: training goes on with adapters, and rounding does not add up over the steps.
     """
 
+    # A source that merged in place, and took that back after the `yield`, would leave this False: its tensors are then copied.
+    yields_stable = True
+
     def __init__(self, model: PeftModel, adapter: str = "default") -> None:
         self._base = model.get_base_model()
         self._adapter = adapter

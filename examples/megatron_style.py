@@ -48,6 +48,10 @@ class MegatronStageSource(WeightSource):
         config: of the whole model.
     """
 
+    yields_stable = (
+        True  # views of the stage's parameters, or made from them: nobody writes to either while they are sent
+    )
+
     def __init__(self, stage: dict[str, torch.Tensor], first_layer: int, config: LlamaConfig) -> None:
         self.stage = stage
         self.first_layer = first_layer

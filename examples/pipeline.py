@@ -25,6 +25,8 @@ from wt_trainer import (
 class StageSource(WeightSource):
     """One pipeline stage of a model. `stages` maps every checkpoint name to the rank of its stage, the same on all ranks."""
 
+    yields_stable = True  # these are the stage's own parameters, and nobody trains while they are sent: no copy
+
     def __init__(self, stage: torch.nn.ParameterDict, shapes: dict[str, torch.Tensor], stages: dict[str, int]) -> None:
         self.stage = stage
         self.shapes = shapes  # of the whole model, as tensors on the meta device

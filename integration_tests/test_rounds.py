@@ -183,7 +183,10 @@ def test_client_that_drops_a_call(cast: Cast) -> None:
 
 
 def test_source_that_overwrites_what_it_yielded(cast: Cast) -> None:
-    """A large tensor, which is sent from where it lies, must not change meanwhile: the round fails, and the next one repairs."""
+    """A large tensor that is sent from where it lies must not change meanwhile: the round fails, and the next one repairs.
+
+    Where the source does not vouch for that, its tensors are copied, and may change.
+    """
     parameters = {"a": ("float32", [1 << 20]), "b": ("float32", [1 << 20]), "c": ("float32", [2])}
     workers = cast.engine(parameters, 1)
     trainer = cast.trainer(workers, parameters=parameters)
@@ -195,6 +198,38 @@ def test_source_that_overwrites_what_it_yielded(cast: Cast) -> None:
     trainer.call("edit", kind="overwritten", param="c")  # packed, so it has been copied by then
     committed(trainer.call("send"))
     assert workers[0].call("sums") == trainer.call("sums")
+    trainer.call("vouch", is_stable=False)
+    trainer.call("edit", kind="overwritten", param="b")
+    trainer.call("set_weights", seed=2)
+    committed(trainer.call("send"))
+    assert workers[0].call("sums") == trainer.call("sums")
+
+
+LARGE_AND_SMALL = {
+    **{f"layers.{index}.weight": ("float32", [512, 512]) for index in range(6)},
+    **{f"layers.{index}.bias": ("float32", [512]) for index in range(6)},
+    "head.weight": ("bfloat16", [1024, 1500]),
+}
+"""The weights are just large enough to be sent from where they lie, if the source allows it."""
+
+
+@pytest.mark.parametrize("verify", ["full", "received", "off"])
+def test_source_that_changes_what_it_yielded_sends_what_it_yielded(cast: Cast, verify: str) -> None:
+    """A source that merges for the time of a yield, or reuses memory, through `.data`: the workers get what it yielded.
+
+    The groups are once those of all parameters, and once so small that the head is cut. Three rounds, on new weights.
+    """
+    workers = cast.engine(LARGE_AND_SMALL, 1)
+    trainer = cast.trainer(workers, parameters=LARGE_AND_SMALL)
+    for options in ({}, {"packed_buffer_size_bytes": 2_000_000}):
+        trainer.call("init", verify=verify, **options)
+        trainer.call("vouch", is_stable=False)
+        for seed, edit in enumerate(("merged", "reused", "merged")):
+            trainer.call("set_weights", seed=seed + 10 * len(options))
+            trainer.call("edit", kind=edit)
+            report = committed(trainer.call("send"))
+            assert workers[0].call("sums") == trainer.call("sums", merged=edit == "merged")
+            assert report["buffer_bytes"] <= 2 * options.get("packed_buffer_size_bytes", 64 << 20)
 
 
 @pytest.mark.parametrize("declared", [{"a": ("float32", [4]), "b": ("float32", [3])}, {"a": ("float32", [4])}])

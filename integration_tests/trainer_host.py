@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +43,8 @@ class TensorSource(WeightSource):
     `owners` maps a name to the ranks that own it. What is yielded can be made to differ from the metadata: `edit` is applied to
     the list of (name, tensor) just before.
     """
+
+    yields_stable = True
 
     def __init__(self, tensors: dict[str, torch.Tensor], rank: int, owners: dict[str, list[int]] | None = None) -> None:
         self.tensors = tensors
@@ -215,11 +218,16 @@ class Trainer:
         """The source's iterator ends after this many parameters; -1 is all."""
         self.source.stop_after = count
 
+    def vouch(self, *, is_stable: bool) -> None:
+        """Whether the source says that its tensors stay as they are."""
+        self.source.yields_stable = is_stable
+
     def slow(self, pause_s: float) -> None:
         self.source.pause_s = pause_s
 
-    def sums(self) -> dict[str, int]:
-        return checksums(self.source.tensors)
+    def sums(self, *, merged: bool = False) -> dict[str, int]:
+        """Checksums of the source's tensors, or of what edit `merged` makes of them."""
+        return checksums({name: tensor + 1 if merged else tensor for name, tensor in self.source.tensors.items()})
 
     def shutdown(self) -> None:
         self.engine.shutdown()
@@ -466,7 +474,42 @@ def _overwrites(name: str) -> Any:
     return edit
 
 
+def _merges(items: list[tuple[str, torch.Tensor]]) -> Any:
+    """Each tensor has something added while it is yielded, as by PEFT: in place, through `.data`, which torch does not count."""
+    for key, value in items:
+        before = value.clone()
+        value.data.add_(1)
+        yield key, value
+        value.data.copy_(before)
+
+
+def _reuses(items: list[tuple[str, torch.Tensor]]) -> Any:
+    """All tensors of one shape come in the same memory, one after the other."""
+    buffers: dict[Any, torch.Tensor] = {}
+    for key, value in items:
+        buffer = buffers.setdefault((value.dtype, value.shape), torch.empty_like(value))
+        buffer.data.copy_(value)
+        yield key, buffer
+
+
+def _trains(name: str) -> Any:
+    """Another thread changes `name`, uncounted, once the next parameter is asked for."""
+
+    def edit(items: list[tuple[str, torch.Tensor]]) -> Any:
+        for key, value in items:
+            yield key, value
+            if key == name:
+                thread = threading.Thread(target=value.data.add_, args=(1,))
+                thread.start()
+                thread.join()
+
+    return edit
+
+
 _EDITS = {
+    "merged": lambda name: _merges,
+    "reused": lambda name: _reuses,
+    "trained": _trains,
     "overwritten": _overwrites,
     "none": lambda name: None,
     "missing": lambda name: lambda items: [item for item in items if item[0] != name],

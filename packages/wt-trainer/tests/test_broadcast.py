@@ -66,6 +66,8 @@ OWNERS = {
 class Source(WeightSource):
     """Rank `rank`'s view of `OWNERS`, or of those named."""
 
+    yields_stable = True
+
     def __init__(self, rank=0, names=tuple(OWNERS)):
         self.rank = rank
         self.names = names
@@ -533,6 +535,70 @@ def test_byte_that_changed_on_its_way_fails_all_ranks(client, connect, send, nam
         assert error.outcome == Outcome.POISONED
 
 
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    """Pieces of 1000 bytes are sent from where they lie."""
+    for module in ("wt_common.packing", "wt_trainer.staging"):
+        monkeypatch.setattr(f"{module}.DIRECT_BYTES", 1000)
+
+
+class Merging(Source):
+    """It sends twice what it has: each tensor is doubled while it is yielded."""
+
+    yields_stable = False
+
+    def iter_full(self):
+        for name, tensor in super().iter_full():
+            tensor.data.add_(tensor)
+            try:
+                yield name, tensor
+            finally:
+                tensor.data.sub_(tensor // 2)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize("verify", ["full", "off"])
+def test_source_that_restores_what_it_yields_sends_what_it_yielded(client, connect, send, verify):
+    """Large and small, cast or not, from both ranks: the worker has what was there while the source was yielding it."""
+    doubled = Source()
+    doubled.tensors = {name: tensor + tensor for name, tensor in doubled.tensors.items()}
+    engines = connect(Merging(0), Merging(1), verify=(verify, verify))
+    for _ in range(2):
+        for report in send(engines):
+            assert not isinstance(report, Exception), report
+        assert client.worker.received == sent_bytes(doubled)
+
+
+def test_failed_round_leaves_a_source_as_it_was(connect, send):
+    """When a failed round raises, its iterator is closed, on every rank: nothing stays merged."""
+    sources = [Merging(0), Merging(1)]
+    engines = connect(*sources)
+    sources[1].tensors["d"] = sources[1].tensors["d"].double()
+    before = [sent_bytes(source, casts=()) for source in sources]
+    errors = send(engines)
+    assert [(type(error), error.param) for error in errors] == [(PlanError, "d")] * 2
+    assert [sent_bytes(source, casts=()) for source in sources] == before
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_no_tensor_of_the_source_is_kept_after_a_round(client, connect, send):
+    """What a source has gathered, and nobody else holds, is freed when the round returns."""
+    yielded = []
+
+    class Gathering(Source):
+        yields_stable = True
+
+        def iter_full(self):
+            for name, tensor in super().iter_full():
+                whole = tensor.clone()
+                yielded.append(weakref.ref(whole))
+                yield name, whole
+
+    for report in send(connect(Gathering(names=("a", "e")))):
+        assert report.outcome == Outcome.COMMITTED
+    assert [ref() for ref in yielded] == [None, None]
+
+
 def test_ranks_must_verify_alike(connect, send):
     """A data sender that digests nothing, where the session verifies, is named: its bytes could not be verified."""
     for error in send(connect(Source(0), Source(1), verify=("full", "off"))):
@@ -543,7 +609,7 @@ def test_ranks_must_verify_alike(connect, send):
 
 def test_nothing_is_digested_with_off(connect, send, monkeypatch):
     """A session that verifies nothing commits without a digest on any side."""
-    monkeypatch.setattr("wt_trainer.stream.tensor_digest", None)
+    monkeypatch.setattr("wt_trainer.staging.tensor_digest", None)
     reports = send(connect(Source(0), Source(1), verify=("off", "off")))
     assert [(report.outcome, report.verify) for report in reports] == [(Outcome.COMMITTED, "off")] * 2
 

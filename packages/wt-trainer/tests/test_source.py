@@ -394,6 +394,70 @@ def test_renamed_shards_are_those_of_the_source():
         list(cut.iter_local())
 
 
+# --- whose tensors are stable ----------------------------------------------------------------------------------
+
+
+def test_a_source_vouches_for_nothing_unless_it_says_so():
+    """Nobody's tensors are taken to be stable by default; those of a module are."""
+    assert not Sharded().yields_stable
+    assert ModuleSource(torch.nn.Linear(1, 1)).yields_stable
+    assert type("Stable", (Sharded,), {"yields_stable": True})().yields_stable
+
+
+@pytest.mark.parametrize("iterator", ["iter_full", "iter_local"])
+@pytest.mark.parametrize("base", [ModuleSource, RenamedSource, type("Stable", (Sharded,), {"yields_stable": True})])
+def test_who_overrides_an_iterator_must_vouch_for_it(base, iterator):
+    """A subclass whose own iterator may write between two tensors of its base's does not inherit the base's word."""
+    assert type("Other", (base,), {"__init__": lambda self: None}).yields_stable is base.yields_stable
+    merging = type("Merging", (base,), {iterator: lambda self: iter(()), "__init__": lambda self: None})
+    assert not merging().yields_stable
+    vouching = type("Vouching", (base,), {iterator: merging.iter_full, "yields_stable": True})
+    assert vouching.yields_stable
+
+
+@pytest.mark.parametrize("iterator", ["iter_full", "iter_local"])
+@pytest.mark.parametrize("is_stable", [True, False])
+def test_renamed_tensor_is_as_stable_as_the_source_says(iterator, is_stable):
+    """The other source's word holds for a tensor that is only renamed, in both modes, and is asked for each."""
+
+    class Alternating(WeightSource):
+        metadata = Sharded.metadata
+
+        def iter_full(self):
+            for each in self.metadata:
+                self.yields_stable = is_stable and each.name != "b"
+                yield each.name, torch.zeros(each.shape, dtype=each.dtype)
+                self.yields_stable = False  # of the next one, which is not there yet
+
+        iter_local = iter_full
+
+    source = RenamedSource(Alternating(), lambda name, tensor: f"x.{name}")
+    found = {name: source.yields_stable for name, _ in getattr(source, iterator)()}
+    assert found == {"x.a": is_stable, "x.b": False, "x.c": is_stable}
+
+
+def test_part_is_stable_if_it_is_the_sources_own_memory():
+    """Views of a stable tensor are stable; what the function has computed is not, nor what it may still write to."""
+    module = torch.nn.Linear(4, 4, bias=False)
+
+    def parts(name, tensor):
+        return [
+            ("same", tensor),
+            ("view", tensor[:2].t()),
+            ("detached", tensor.detach().data[0]),
+            ("computed", tensor + 1),
+            ("copied", tensor.contiguous().clone()),
+            ("sparse", tensor.to_sparse()),
+            ("none", None),
+        ]
+
+    found = []
+    for kind in (list, tuple, iter):
+        source = RenamedSource(ModuleSource(module), lambda name, tensor, kind=kind: kind(parts(name, tensor)))
+        found.append([name for name, _ in source.iter_full() if source.yields_stable])
+    assert found == [["same", "view", "detached"]] * 2 + [[]]
+
+
 # --- ModuleSource on DTensors: two real ranks over gloo --------------------------------------------------------
 
 RANKS = 2

@@ -1,6 +1,7 @@
 """Taking parameters from a source: what it may yield, and what is done about the rest."""
 
 import threading
+import weakref
 from functools import cached_property
 
 import pytest
@@ -13,7 +14,7 @@ from wt_common.packing import Piece
 from wt_trainer import ParamMeta, WeightSource
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
-from wt_trainer.stream import CheckedStream
+from wt_trainer.stream import CheckedStream, LentMemory
 
 METAS = [
     ParamMeta("a", torch.float32, (2,)),
@@ -26,7 +27,8 @@ TENSORS = {"a": torch.tensor([1.0, 2.0]), "c": torch.tensor([3.0, 4.0])}
 class Source(WeightSource):
     """`TENSORS`, or what a test puts in their place."""
 
-    def __init__(self, items=None, owned=None, metas=METAS):
+    def __init__(self, items=None, owned=None, metas=METAS, *, is_stable=False):
+        self.yields_stable = is_stable
         self.items = list(TENSORS.items()) if items is None else items
         self.owned = owned
         self.metas = metas
@@ -122,15 +124,124 @@ def test_lazy_negation_is_resolved():
 def test_write_to_a_lent_tensor_is_found():
     """A tensor that is sent from where it lies is watched; a copy need not be."""
     tensor = TENSORS["a"].clone()
-    stream = stream_of(Source(items=[("a", tensor), ("c", torch.stack([TENSORS["c"]] * 2, -1)[:, 0])]))
+    stream = stream_of(Source(items=[("a", tensor), ("c", torch.stack([TENSORS["c"]] * 2, -1)[:, 0])], is_stable=True))
     stream.piece(whole(0))
-    (loan,) = stream.lent()
+    assert (stream.is_lent, stream.must_be_copied) == (True, False)
+    loan = stream.loan()
     loan.check()
     tensor.view(2, 1).add_(1)
     with pytest.raises(PlanError, match="'a' was written to while it was being sent"):
         loan.check()
     stream.piece(whole(2))
-    assert stream.lent() == []
+    assert (stream.is_lent, stream.must_be_copied) == (False, False)
+
+
+class Other(torch.Tensor):
+    """A tensor of a class of its own, as those that gather or unpack lazily."""
+
+
+@pytest.mark.parametrize(
+    ("change", "must_be_copied"),
+    [
+        (lambda tensor: tensor, True),
+        (torch.nn.Parameter, True),
+        (lambda tensor: tensor.view(2, 1)[:, 0], True),
+        (lambda tensor: torch.stack([tensor] * 2, -1)[:, 0], False),
+        (torch._neg_view, False),
+        (lambda tensor: tensor.as_subclass(Other), True),
+    ],
+    ids=["plain", "parameter", "view", "strided", "lazy", "subclass"],
+)
+@pytest.mark.parametrize("casts", [{}, {"a": "bfloat16"}], ids=["as it is", "cast"])
+def test_what_the_source_may_write_to_must_be_copied(change, must_be_copied, casts):
+    """Without the source's word its own memory is copied; what was made of it on the way, of a plain tensor, is ours already."""
+    tensor = change(TENSORS["a"].clone())
+    must_be_copied = must_be_copied and (not casts or type(tensor) is Other)
+    for is_stable in (False, True):
+        stream = stream_of(Source(items=[("a", tensor)], is_stable=is_stable), casts=casts)
+        stream.piece(Piece(0, 0, 4, 0))
+        assert stream.must_be_copied == (must_be_copied and not is_stable)
+
+
+def test_source_says_of_each_tensor_whether_it_is_stable():
+    """`yields_stable` is looked up when a tensor has come, and holds for it alone."""
+
+    class Alternating(Source):
+        def iter_full(self):
+            for is_stable, item in zip((True, False), self.items, strict=True):
+                self.yields_stable = is_stable
+                yield item
+
+    stream = stream_of(Alternating())
+    found = []
+    for index in (0, 2):
+        stream.piece(whole(index))
+        found.append(stream.must_be_copied)
+    assert found == [False, True]
+
+
+def test_close_runs_what_the_source_does_in_the_end():
+    """A source that was left in the middle restores what it had changed; what it raises there is only logged."""
+    left = []
+
+    class Restoring(Source):
+        def iter_full(self):
+            try:
+                yield from self.items
+            finally:
+                left.append(len(left))
+                if len(left) > 1:
+                    raise OSError("broken on purpose")
+
+    for count in (1, 2):
+        stream = stream_of(Restoring())
+        stream.piece(whole(0))
+        stream.close()
+        stream.close()
+        assert len(left) == count
+    stream_of(Source(items=iter(TENSORS.items()))).close()
+
+
+# --- lent memory -----------------------------------------------------------------------------------------------
+
+
+def test_lent_memory_is_digested_as_it_is_now():
+    """Writes that torch does not count are found, also to a view into the middle of a larger tensor."""
+    whole_ = torch.arange(100.0)
+    memory = LentMemory(whole_[10:30].view(torch.uint8))
+    before = digest_bytes(bytes_of(whole_[10:30]))
+    assert memory.digest() == before
+    whole_.data[9] = whole_.data[30] = -1
+    assert memory.digest() == before
+    whole_.data[29] = -1
+    assert memory.digest() == digest_bytes(bytes_of(whole_[10:30])) != before
+
+
+def test_lent_memory_keeps_nothing_alive():
+    """Memory that its owner has let go, or shrunk, is not there any more, and so not digested."""
+    tensor = torch.arange(100.0)
+    alive = weakref.ref(tensor)
+    memory = LentMemory(tensor.view(torch.uint8))
+    del tensor
+    assert alive() is None
+    assert memory.digest() is None
+    shrunk = torch.arange(100.0)
+    memory = LentMemory(shrunk.view(torch.uint8))
+    shrunk.untyped_storage().resize_(0)
+    assert memory.digest() is None
+
+
+@pytest.mark.parametrize(("digest", "expected"), [(True, [0]), (False, [])])
+def test_memory_is_remembered_where_digests_are_compared(digest, expected):
+    """What was sent in place can be digested again, by its place; without digests nobody will ask."""
+    round_ = Round(1, 10, threading.Condition())
+    stream = stream_of(Source(is_stable=True), round_=round_, digest=digest)
+    for start in (0, 4):
+        stream.piece(Piece(0, start, 4, 0))
+        stream.sent_in_place()
+    assert list(round_.lent) == expected
+    assert round_.digest_now(0) == (digest_bytes(bytes_of(TENSORS["a"])) if digest else None)
+    assert round_.digest_now(2) is None
 
 
 # --- digests ---------------------------------------------------------------------------------------------------
@@ -145,56 +256,20 @@ def bytes_of(tensor):
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def test_digest_is_over_the_bytes_of_the_wire(round_):
-    """What this rank is the root of is digested as it goes out, after the cast; what another rank sends is not."""
-    tensors = {
-        "a": torch.tensor([1.5, -2.0]),
-        "b": torch.tensor([1, 2, 3], dtype=torch.int8),
-        "c": torch.tensor([3.0, 4.0]),
-    }
-    stream = stream_of(Source(tensors.items(), owned=["a", "b", "c"]), casts={"a": "bfloat16"}, round_=round_)
+def test_digests_of_pieces_add_up(round_):
+    """A parameter's digest is the sum of its pieces', modulo 2^64; one without elements has 0, and no other rank's is there."""
+    stream = stream_of(
+        Source(
+            [("a", TENSORS["a"]), ("none", torch.empty(0, 4)), ("c", TENSORS["c"])],
+            metas=[METAS[0], ParamMeta("none", torch.float32, (0, 4)), METAS[1], METAS[2]],
+        ),
+        round_=round_,
+    )
+    stream.add_digest(0, (1 << 64) - 1)
+    stream.add_digest(0, 3)
+    stream.take_digests([3], [7])
     stream.finish()
-    assert round_.digests == {
-        0: digest_bytes(bytes_of(tensors["a"].to(torch.bfloat16))),
-        2: digest_bytes(bytes_of(tensors["c"])),
-    }
-
-
-def test_each_rank_digests_what_it_is_the_root_of(round_):
-    """Another rank has the digests of its own parameters, by their places in the metadata."""
-    tensors = {
-        "a": torch.tensor([1.0, 2.0]),
-        "b": torch.tensor([1, 2, 3], dtype=torch.int8),
-        "c": torch.tensor([3.0, 4.0]),
-    }
-    stream_of(Source(tensors.items(), owned=["a", "b", "c"]), rank=1, round_=round_).finish()
-    assert round_.digests == {1: digest_bytes(bytes([1, 2, 3]))}
-
-
-def test_digest_is_there_before_the_bytes_are(round_):
-    """When a piece can be had, its parameter's digest is there: nothing is sent that is not digested."""
-    stream = stream_of(Source(), round_=round_)
-    stream.piece(Piece(0, 4, 4, 0))
-    assert list(round_.digests) == [0]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.arange(12.0).reshape(3, 4).T, torch.arange(13.0)[1:].reshape(4, 3), torch.arange(24.0)[::2].reshape(4, 3)],
-    ids=["transposed", "offset", "strided"],
-)
-def test_digest_does_not_depend_on_the_layout(round_, tensor):
-    """A tensor that is not contiguous, or begins anywhere, has the digest of its bytes in row-major order."""
-    source = Source([("a", tensor)], metas=[ParamMeta("a", torch.float32, (4, 3))])
-    stream_of(source, round_=round_).finish()
-    assert round_.digests == {0: digest_bytes(bytes_of(tensor))}
-
-
-def test_parameter_without_elements_has_digest_0(round_):
-    """Nothing is 0, as in the definition."""
-    source = Source([("a", torch.zeros(0, 4))], metas=[ParamMeta("a", torch.float32, (0, 4))])
-    stream_of(source, round_=round_).finish()
-    assert round_.digests == {0: 0}
+    assert round_.digests == {0: 2, 1: 0, 3: 7}
 
 
 def test_nothing_is_digested_unless_it_is_verified(round_):

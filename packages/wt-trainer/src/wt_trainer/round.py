@@ -14,6 +14,7 @@ from wt_trainer.threads import run_in_thread
 
 if TYPE_CHECKING:
     from wt_trainer.session import Peer
+    from wt_trainer.stream import LentMemory
 
 __all__ = ["Call", "Round"]
 
@@ -46,6 +47,7 @@ class Round:
         self.outcome: Outcome | None = None
         self.num_entered = 0  # groups whose collective has begun, so that a worker may have their bytes
         self.digests: dict[int, int] = {}  # of the parameters that this rank is the root of, by place, as they go out
+        self.lent: dict[int, LentMemory] = {}  # of those, by place, where they were sent from the source's own memory
         self.buffer_bytes = 0  # most memory that this rank took for what it sends, beside the source's own
         self.begun = -1  # place in the metadata of the last parameter that this rank began to take from its source
         self.stopped = (
@@ -112,6 +114,11 @@ class Round:
             if self.failure is not None:
                 raise self.failure
             self.begun = index
+
+    def digest_now(self, place: int) -> int | None:
+        """The digest of a parameter of `digests` in the memory that it was sent from; None if it was a copy, or is freed."""
+        memory = self.lent.get(place)
+        return None if memory is None else memory.digest()
 
     def take_first_credits(self, workers: Iterable[Peer], casts: dict[str, str]) -> None:
         """The credit that `Ready` has in it counts, of those workers that expected `casts`; see there."""

@@ -142,7 +142,10 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
         """Take the source's parameters up to place `index` of the metadata, unsent; see `RoundOutcome.run_to`."""
 
     def _let_go(self) -> None:
-        """Called at the end of `send_weights`, however it ended: hold none of the source's tensors until the next round."""
+        """Called at the end of `send_weights`, however it ended: hold none of the source's tensors until the next round.
+
+        The source's iterator is closed, also where it has not come to its end.
+        """
 
     def _end_transfer(self, *, failed: bool) -> None:
         """Called after every round, and at shutdown; `failed` says that nothing half-used may be used again."""

@@ -130,19 +130,33 @@ class WeightSource(ABC):
     2. Each round, every rank runs the iterator that the backend needs, once: `iter_full()` yields whole tensors (broadcast,
        shared memory, rdt), `iter_local()` this rank's shards (mesh to mesh). Both yield exactly `owned_names(rank)`, in
        metadata order, with the declared dtypes and shapes, on the caller's current stream.
-    3. A yielded tensor stays as it is until `send_weights()` returns: it may be sent from where it lies, later than the next
-       one is asked for. A write to it meanwhile is a PlanError.
-    4. An iterator may run collectives among a parameter's owners, so all ranks iterate in the same order.
+    3. A yielded tensor stays as it is until the next one is asked for: its bytes are copied by then. A source that also keeps it
+       as it is until `send_weights()` returns says so with `yields_stable`. Then there is no copy: large tensors are sent from
+       where they lie. What is written to such a tensor meanwhile is an error.
+    4. An iterator is closed when its round has failed: one that changes weights for the time of a `yield` restores them in a
+       `finally`.
+    5. An iterator may run collectives among a parameter's owners, so all ranks iterate in the same order.
 
     Names that share a layer index (the outermost all-digit segment of the name) are contiguous in `metadata`.
+
+    Attributes:
+        yields_stable: whether the tensor yielded last is stable: nobody writes to its memory before `send_weights()` returns. It
+            is looked up once for each tensor, so it may be a property. It is a promise that cannot be checked in full: torch
+            counts the writes to a tensor, but not those through `.data`. A subclass that overrides an iterator does not inherit
+            it.
 
     Raises:
         TypeError: when a subclass is created whose `metadata` is not a `functools.cached_property` (it is read on every
             round, and may cost a collective).
     """
 
+    yields_stable: bool = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Whoever writes an iterator must say what becomes of its tensors: it may wrap the base's, and write between two of them.
+        if not cls.__dict__.keys().isdisjoint({"iter_full", "iter_local"}) and "yields_stable" not in cls.__dict__:
+            cls.yields_stable = False
         declared = getattr_static(cls, "metadata")
         if declared is not getattr_static(WeightSource, "metadata") and not isinstance(declared, cached_property):
             raise TypeError(
@@ -187,6 +201,10 @@ class WeightSource(ABC):
         return self.iter_full()
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types whose storage is where their elements are. Of a subclass it may be empty, or that of a tensor which it stands for."""
+
+
 def _is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a DTensor, without importing DTensor's module (0.5 s) where nobody has used it."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -212,6 +230,9 @@ class ModuleSource(WeightSource):
         buffers: whether persistent buffers are sent, such as a router's `e_score_correction_bias`. They are optional: an engine
             whose model has none of that name ignores them, and the report says so.
     """
+
+    yields_stable = True
+    """Its parameters and buffers do not change while `send_weights()` runs, and what it gathers nobody else has."""
 
     def __init__(self, module: torch.nn.Module, *, buffers: bool = True) -> None:
         self._module = module
@@ -307,7 +328,12 @@ class RenamedSource(WeightSource):
         source: where the parameters come from.
         fn: `fn(name, tensor)` is the parameter's new name, or the (name, tensor) pairs into which it is taken apart; no pair
             (`[]`) leaves it out. It is called with the tensor to send, and for the metadata with one on the meta device: views
-            and slices work on both. What is taken apart has no shards, so only `iter_full` can yield it.
+            and slices work on both. What is taken apart has no shards, so only `iter_full` can yield it. It must not write to
+            the tensor.
+
+    `yields_stable` of the other source holds for its tensors and for views of them, if `fn` has returned a name, a list or a
+    tuple: a generator may still write. A tensor that `fn` has computed is new, but `fn` may keep it and write to it again in its
+    next call; so it is not stable, and is copied.
     """
 
     def __init__(
@@ -315,6 +341,12 @@ class RenamedSource(WeightSource):
     ) -> None:
         self._source = source
         self._fn = fn
+        self._is_stable = False
+
+    @property
+    def yields_stable(self) -> bool:  # type: ignore[override]  # only read, by those who run the iterators
+        """Whether the tensor yielded last is the other source's memory, which is stable there."""
+        return self._is_stable
 
     @cached_property
     def metadata(self) -> Sequence[ParamMeta]:
@@ -337,7 +369,7 @@ class RenamedSource(WeightSource):
         result: dict[str, str] = {}
         for name, by in self._source.aliases.items():
             whole = torch.empty(metas[by].shape, dtype=metas[by].dtype, device="meta")
-            aliases, sent = self._parts(name, whole), self._parts(by, whole)
+            aliases, sent = list(self._parts(name, whole)), list(self._parts(by, whole))
             if aliases and len(aliases) != len(sent):
                 raise ConfigurationError(
                     f"RenamedSource: {name!r} is tied to {by!r}, whose tensor is sent for both; expected fn to take both apart "
@@ -358,7 +390,12 @@ class RenamedSource(WeightSource):
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what the other source yields, renamed."""
         for name, tensor in self._source.iter_full():
-            yield from self._parts(name, tensor)
+            is_stable = self._source.yields_stable
+            parts = self._parts(name, tensor)
+            is_stable &= isinstance(parts, (list, tuple))
+            for new_name, part in parts:
+                self._is_stable = is_stable and _shares_memory(part, tensor)
+                yield new_name, part
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the other source's shards, renamed.
@@ -367,7 +404,10 @@ class RenamedSource(WeightSource):
             ConfigurationError: a parameter is taken apart, which its shards cannot be.
         """
         for name, tensor in self._source.iter_local():
-            for new_name, part in self._parts(name, tensor):
+            self._is_stable = self._source.yields_stable
+            parts = self._parts(name, tensor)
+            self._is_stable &= isinstance(parts, (list, tuple))
+            for new_name, part in parts:
                 if part is not tensor:
                     raise ConfigurationError(
                         f"RenamedSource: {name!r} is taken apart ({new_name!r}, ...), so it cannot be sent as shards; use a "
@@ -384,23 +424,40 @@ class RenamedSource(WeightSource):
         """Whether the other source does."""
         return self._source.implements_iter_local()
 
-    def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def _parts(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        """What `fn` makes of a parameter: a list or a tuple if it is done, else a generator of what `fn` goes on to yield."""
         parts: Any = self._fn(name, tensor)  # a user's own, which may return anything
         if isinstance(parts, str):
             return [(parts, tensor)]
-        found = list(parts) if isinstance(parts, Iterable) and not isinstance(parts, torch.Tensor) else [parts]
-        if all(map(_is_named_tensor, found)):
-            return found
+        if isinstance(parts, (list, tuple)):
+            return [self._checked(name, part) for part in parts]
+        if isinstance(parts, Iterable) and not isinstance(parts, torch.Tensor):
+            return (self._checked(name, part) for part in parts)
+        return [self._checked(name, parts)]
+
+    @staticmethod
+    def _checked(name: str, part: Any) -> tuple[str, torch.Tensor]:
+        if (
+            isinstance(part, tuple)
+            and len(part) == 2
+            and isinstance(part[0], str)
+            and isinstance(part[1], torch.Tensor)
+        ):
+            return part
         raise ConfigurationError(
             f"RenamedSource: for parameter {name!r} expected fn to return its new name, or (name, tensor) pairs ([] leaves it "
-            f"out), got {parts if parts is None else type(parts).__name__}",
+            f"out), got {part if part is None else type(part).__name__}",
             side="trainer",
             param=name,
         )
 
 
-def _is_named_tensor(part: Any) -> bool:
-    return isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str) and isinstance(part[1], torch.Tensor)
+def _shares_memory(one: object, other: torch.Tensor) -> bool:
+    """Whether both are the same tensor or views of the same memory; `one` is whatever a user's function has made of `other`."""
+    if one is other or type(one) not in PLAIN or type(other) not in PLAIN:
+        return one is other
+    assert isinstance(one, torch.Tensor)  # for the type checker
+    return one.layout == torch.strided and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _whole_mesh(mesh: DeviceMesh) -> torch.Tensor:

@@ -1,4 +1,13 @@
-"""Buffers out of which groups are sent, and how a source's tensors get there."""
+"""Buffers out of which groups are sent, and how a source's tensors get there.
+
+Large pieces are sent from where they lie, if that is memory of ours (a cast, for instance) or the source vouches that it stays as
+it is (`WeightSource.yields_stable`). Others are copied into the buffer before the source is asked for its next tensor. They could
+also be sent from where they lie, if the source were held until they are sent. But a group usually has several tensors, of which
+all but the last would be copied all the same, and the source and the wire would take turns. With the copies a buffer takes no
+more than `packed_buffer_size_bytes`; it is made so large when that is first needed.
+
+Digests are over the bytes in the buffers that are sent, so what is digested cannot differ from what is copied.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ from functools import cache
 import torch
 
 from wt_common.packing import DIRECT_BYTES, PIECE_ALIGNMENT_BYTES, Group, Piece, operations
-from wt_trainer.digest import SmallDigests, digest_total, unsigned
+from wt_trainer.digest import SmallDigests, digest_total, tensor_digest, unsigned
 from wt_trainer.digest_runs import RunDigests
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.stream import CheckedStream, Loan
@@ -34,14 +43,16 @@ class Filled:
 
 @dataclass(slots=True)
 class _Operation:
-    """Pieces that are sent from one buffer, or, if there are no targets, one piece that goes out from where it lies.
+    """Pieces that are sent from one buffer, or, if there are no targets, one large piece.
 
-    A target is where in the buffer a piece goes: as a tensor of the wire's dtype and shape, if it is small, else as bytes.
+    A target is where in the buffer a piece goes: as a tensor of the wire's dtype and shape, if it is small, else as bytes. A
+    large piece goes out from where it lies; if it must be copied, its place in the slot's buffer begins at `start`.
     """
 
     pieces: tuple[Piece, ...]
     buffer: torch.Tensor
     small: SmallDigests
+    start: int = 0
     small_indexes: list[int] = field(default_factory=list)
     targets: list[tuple[Piece, torch.Tensor, bool]] = field(default_factory=list)
 
@@ -49,9 +60,8 @@ class _Operation:
 class Staging:
     """One buffer for each group in flight. What can be known of a group before its bytes are there is worked out once.
 
-    On the CPU small parameters are digested in the buffer, many at a time: a digest for each tensor would cost more than all else
-    together. Larger ones are digested by the stream, where the source has them. On a GPU all of a group is digested at once,
-    where it is sent from.
+    On the CPU small parameters are digested many at a time: a digest for each tensor would cost more than all else together.
+    Larger ones are digested one by one. On a GPU all of a group is digested at once.
     """
 
     def __init__(self, num_buffers: int, device: torch.device) -> None:
@@ -62,7 +72,7 @@ class Staging:
     def clear(self) -> None:
         """No buffer is held: a collective that was abandoned may still read the old ones."""
         self._buffers: list[torch.Tensor] = []
-        self._buffer_bytes = 0
+        self._buffer_bytes = self._whole_bytes = 0
         self._groups: Sequence[Group] = ()
         self._operations: dict[tuple[int, int], list[_Operation]] = {}  # by group and buffer
         self._digests: dict[tuple[int, int], tuple[list[int], RunDigests]] = {}  # with the addresses that they are of
@@ -92,7 +102,9 @@ class Staging:
         if groups is not self._groups:
             self.clear()
             self._groups = groups
-            self._buffer_bytes = max(_packed_bytes(group) for group in groups if group.root == groups[number].root)
+            own = [group for group in groups if group.root == groups[number].root]
+            self._buffer_bytes = max(map(_packed_bytes, own))
+            self._whole_bytes = max(_aligned(group.num_bytes) for group in own)
         slot = count % self._num_buffers
         known = self._operations.get((number, slot))
         if known is None:
@@ -105,11 +117,18 @@ class Staging:
                 self._pack(operation, stream)
                 filled.buffers.append(operation.buffer)
                 continue
-            data = stream.piece(operation.pieces[0])
-            lent = stream.lent()
-            held_bytes += 0 if lent else data.numel()
+            (piece,) = operation.pieces
+            data = stream.piece(piece)
+            if stream.must_be_copied:
+                data = self._copied(data, slot, operation.start)
+            elif stream.is_lent:
+                filled.lent.append(stream.loan())
+                stream.sent_in_place()
+            else:
+                held_bytes += data.numel()
             filled.buffers.append(data)
-            filled.lent.extend(lent)
+            if stream.is_digested and self._device.type == "cpu":
+                stream.add_digest(piece.index, tensor_digest(data, piece.start))
         if stream.is_digested and self._device.type != "cpu":
             self._digest(known, filled.buffers, (number, slot), stream.totals)
         return Filled(filled.buffers, filled.lent, held_bytes)
@@ -120,7 +139,12 @@ class Staging:
             self._pack_at_once(operation, stream)
             return
         for piece, target, is_small in operation.targets:
-            target.copy_(stream.whole(piece.index) if is_small else stream.piece(piece))
+            if is_small:
+                target.copy_(stream.whole(piece.index))
+                continue
+            target.copy_(stream.piece(piece))
+            if stream.is_digested:
+                stream.add_digest(piece.index, tensor_digest(target, piece.start))
         if stream.is_digested and operation.small_indexes:
             totals = torch.zeros(len(operation.small_indexes), dtype=torch.int64)
             operation.small.add_to(totals)
@@ -128,16 +152,17 @@ class Staging:
 
     @staticmethod
     def _pack_at_once(operation: _Operation, stream: CheckedStream) -> None:
-        """The same in few launches, of which each costs as much as copying megabytes."""
+        """The same in few launches, of which each costs as much as copying megabytes, as far as tensors may be copied later."""
         copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         lent: list[Loan] = []
         for piece, target, is_small in operation.targets:
             data = stream.whole(piece.index) if is_small else stream.piece(piece)
-            if data.dtype == target.dtype and data.device == target.device:
+            if data.dtype == target.dtype and data.device == target.device and not stream.must_be_copied:
                 targets, sources = copies.setdefault(data.dtype, ([], []))
                 targets.append(target)
                 sources.append(data)
-                lent += stream.lent()
+                if stream.is_lent:
+                    lent.append(stream.loan())
             else:
                 target.copy_(data)
         for targets, sources in copies.values():
@@ -164,20 +189,34 @@ class Staging:
             found = self._digests[key] = addresses, RunDigests(self._device, runs)
         found[1].add_to(totals)
 
+    def _copied(self, data: torch.Tensor, slot: int, start: int) -> torch.Tensor:
+        """The bytes `data` in the slot's buffer, from `start` on."""
+        if self._buffer(slot).numel() < self._whole_bytes:
+            # What was packed already is sent from the old buffer, which goes with it.
+            with torch.inference_mode(mode=False):
+                self._buffers[slot] = self._new_buffer(self._whole_bytes)
+            self._operations = {key: known for key, known in self._operations.items() if key[1] != slot}
+        target = self._buffers[slot][start : start + data.numel()]
+        return target.copy_(data)
+
     def _buffer(self, slot: int) -> torch.Tensor:
         while len(self._buffers) <= slot:
-            self._buffers.append(torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device))
+            self._buffers.append(self._new_buffer(self._buffer_bytes))
         return self._buffers[slot]
+
+    def _new_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _plan(self, group: Group, slot: int, wire: RoundMetadata) -> list[_Operation]:
         buffer = self._buffer(slot)
         result: list[_Operation] = []
-        used = 0
+        used, used_large = 0, _packed_bytes(group)
         for pieces in operations(group):
-            if pieces[0].num_bytes >= DIRECT_BYTES:
-                result.append(_Operation(pieces, buffer, SmallDigests(self._device)))
-                continue
             num_bytes = _span(pieces)
+            if pieces[0].num_bytes >= DIRECT_BYTES:
+                result.append(_Operation(pieces, buffer, SmallDigests(self._device), used_large))
+                used_large += _aligned(num_bytes)
+                continue
             result.append(self._planned(pieces, buffer[used : used + num_bytes], wire))
             used += _aligned(num_bytes)
         return result

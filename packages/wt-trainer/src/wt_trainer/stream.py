@@ -8,51 +8,73 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from wt_common import PlanError, Side
 from wt_common.packing import Piece
 from wt_trainer.digest import tensor_digest, unsigned
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
-from wt_trainer.source import WeightSource
+from wt_trainer.source import PLAIN, WeightSource
 
-__all__ = ["CheckedStream", "Loan"]
+__all__ = ["CheckedStream", "LentMemory", "Loan"]
 
 logger = logging.getLogger(__name__)
 
 # Ranks in step are a parameter or two apart; those without collectives may be far, which does not matter.
 _RUN_TO_S = 0.2
+_MASK = (1 << 64) - 1
 _END = object()  # of a source's iterator
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 CPU = torch.device("cpu")
 
 
 class Loan:
-    """A tensor of the source's that is sent from where it lies."""
+    """A tensor of the source's that is sent from where it lies, as its source allows (`yields_stable`)."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name = name
         self._tensor = tensor
-        # torch counts the writes to a tensor and its views; not those of a tensor made in inference mode.
+        # torch counts the writes to a tensor and its views; not those through `.data`, nor to one made in inference mode.
         self._version = None if tensor.is_inference() else tensor._version  # noqa: SLF001  # documented, if private
 
     def check(self) -> None:
-        """Raise if it was written to since it was yielded."""
+        """Raise if it was written to since it was yielded, as far as torch counts that. `LentMemory` finds the rest."""
         if self._version is not None and self._tensor._version != self._version:  # noqa: SLF001
             raise _plan_error(
                 self._name,
-                f"parameter {self._name!r} was written to while it was being sent: a yielded tensor must stay as it is until "
-                "send_weights() returns; yield a clone, and do not train meanwhile",
+                f"parameter {self._name!r} was written to while it was being sent, although its source says that its tensors are "
+                "stable (yields_stable): do not train before send_weights() has returned, or let the source say False",
             )
+
+
+class LentMemory:
+    """The source's memory that a whole parameter was sent from, to be digested again when its digests differ.
+
+    It keeps nothing alive: a gathered tensor is freed as soon as it is sent.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(data.untyped_storage())  # type: ignore[no-untyped-call]
+        self._start = data.storage_offset()
+        self._num_bytes = data.numel()
+
+    def digest(self) -> int | None:
+        """The digest of what is there now; None if the memory was freed."""
+        # The only way from torch's weak reference back to the storage; torch shares tensors between processes with it.
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # noqa: SLF001
+        if storage is None or storage.nbytes() < self._start + self._num_bytes:
+            return None
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return tensor_digest(data.set_(storage, self._start, (self._num_bytes,), (1,)))
 
 
 class CheckedStream:
     """The parameters that this rank's source yields, each checked against `metadata` and cast to its dtype in `wire`.
 
-    With `digest`, `round_.digests` gets the digest of each that this rank is the root of, before its bytes can be sent: a worker
-    then finds out also about bytes that changed here on their way. It is over what the source yields, except for small parameters
-    (`whole`) and on a GPU, where digests are over the bytes in the buffers that they are sent from; whoever fills these adds them
-    to `totals`, or hands them to `take_digests`.
+    With `digest`, whoever makes the bytes ready to be sent digests them there: it hands the digests to `add_digest` or
+    `take_digests`, or on a GPU adds them to `totals`. So they are over the bytes that go out, and a worker finds out also about
+    bytes that changed here on their way.
 
     Attributes:
         is_digested: whether digests are wanted.
@@ -72,6 +94,7 @@ class CheckedStream:
     ) -> None:
         self._round = round_
         self._rank = rank
+        self._source = source
         self.is_digested = digest
         self._metadata = metadata
         self._wire = wire
@@ -79,9 +102,10 @@ class CheckedStream:
         self._items: Iterator[Any] = iter(source.iter_full())
         self._position = -1
         self._tensor = self._flat = _NOTHING
+        self._is_stable = False
         self._device = device
-        self._digests_here = digest and device.type == "cpu"
-        num_totals = len(metadata.names) if digest and not self._digests_here else 0
+        self._digests: dict[int, int] = {}  # on the CPU, by place in the metadata, of the pieces so far
+        num_totals = len(metadata.names) if digest and device.type != "cpu" else 0
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
 
     @property
@@ -114,28 +138,46 @@ class CheckedStream:
         return self._tensor.detach() if self._tensor.requires_grad else self._tensor
 
     def take_digests(self, indexes: Sequence[int], digests: Sequence[int]) -> None:
-        """The digests of parameters that this rank is the root of."""
+        """The digests of whole parameters that this rank is the root of."""
         self._round.digests.update(zip(indexes, digests, strict=True))
 
-    def lent(self) -> list[Loan]:
-        """The current parameter, if what was given out last is the source's own memory."""
-        if self._flat is _NOTHING:
-            return [Loan(self.current, self._tensor)]
-        shared = self._flat.untyped_storage().data_ptr() == self._tensor.untyped_storage().data_ptr()
-        return [Loan(self.current, self._tensor)] if shared else []
+    def add_digest(self, index: int, digest: int) -> None:
+        """The digest of a piece of parameter `index`, which this rank is the root of; those of its pieces add up."""
+        self._round.digests[index] = self._digests[index] = (self._digests.get(index, 0) + digest) & _MASK
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether what was given out last is the source's own memory: neither cast, nor moved, nor made contiguous."""
+        if self._flat is _NOTHING or type(self._tensor) not in PLAIN:
+            return True
+        return self._flat.untyped_storage().data_ptr() == self._tensor.untyped_storage().data_ptr()
+
+    @property
+    def must_be_copied(self) -> bool:
+        """Whether what was given out last may be other bytes as soon as the source is asked for its next tensor."""
+        return not self._is_stable and self.is_lent
+
+    def loan(self) -> Loan:
+        """The current parameter, which is lent; to be checked when it has been read for the last time."""
+        return Loan(self.current, self._tensor)
+
+    def sent_in_place(self) -> None:
+        """The current parameter, or a piece of it, is lent until its bytes have gone out."""
+        index = self._expected[self._position]
+        if self.is_digested and index not in self._round.lent and type(self._flat) in PLAIN:
+            self._round.lent[index] = LentMemory(self._flat)
 
     def finish(self) -> None:
         """Check what is left: parameters that another rank sends, empty ones, and that nothing comes after the last."""
         while self._position < len(self._expected) - 1:
-            if self._digests_here and self._metadata.roots[self._expected[self._position + 1]] == self._rank:
-                self._advance()
-            else:
-                self._take()
+            self._take()
+        roots, sizes = self._metadata.roots, self._wire.sizes_bytes
         if len(self.totals):
             found = unsigned(self.totals)
-            self._round.digests.update(
-                (place, found[place]) for place in self._expected if self._metadata.roots[place] == self._rank
-            )
+            self._round.digests.update((place, found[place]) for place in self._expected if roots[place] == self._rank)
+        elif self.is_digested and 0 in sizes:
+            empty = (place for place in self._expected if roots[place] == self._rank and not sizes[place])
+            self._round.digests.update(dict.fromkeys(empty, 0))
         extra = next(self._items, _END)
         if extra is not _END:
             got, _ = _checked_item(extra, self.current)
@@ -154,16 +196,23 @@ class CheckedStream:
         except Exception:
             logger.exception("the source failed at %r after the round had", self.current)
 
+    def close(self) -> None:
+        """End the source's iterator, so that its `finally` blocks run now and not when Python frees it."""
+        close = getattr(self._items, "close", None)  # a generator's
+        try:
+            if close is not None:
+                close()
+        except Exception:
+            logger.exception("the source failed at %r, where it was left", self.current)
+
     def _advance(self) -> None:
-        """The source's next parameter is the current one, its bytes are at hand, and digested."""
+        """The source's next parameter is the current one, and its bytes are at hand."""
         self._take()
         index = self._expected[self._position]
         tensor = self._tensor.detach().resolve_neg().resolve_conj()
         # Cast where the tensor is, then move: half the bytes to move where float32 becomes bfloat16.
         cast = tensor.to(self._wire.dtypes[index]).to(self._device)
         self._flat = cast.contiguous().reshape(-1).view(torch.uint8)
-        if self._digests_here and self._metadata.roots[index] == self._rank:
-            self._round.digests[index] = tensor_digest(self._flat) if self._flat.numel() else 0
 
     def _take(self) -> None:
         """The source's next parameter is the current one. A model may have 30,000 of them: 2 microseconds each."""
@@ -183,6 +232,7 @@ class CheckedStream:
                 and not hasattr(tensor, "full_tensor")  # a DTensor, which has the shape of the whole one
             ):
                 self._tensor = tensor
+                self._is_stable = self._source.yields_stable
                 return
         self._refuse(item, index)
 

@@ -112,6 +112,8 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
         wire, groups = self._plan(metadata, casts)
         workers = session.workers
         if self._ahead is None or self._ahead[0].groups is not groups:
+            self._let_go()  # what was taken ahead was for another dtype
+            round_.lent.clear()
             pipeline = _Pipeline(round_, groups, self.rank)
             self._ahead = pipeline, self._feed(round_, pipeline, metadata, wire)
         pipeline, feeding = self._ahead
@@ -167,7 +169,10 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             self._stream.run_to(index)
 
     def _let_go(self) -> None:
-        self._stream = self._ahead = None
+        self._ahead = None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
     def _end_transfer(self, *, failed: bool) -> None:
         self._ahead = None
