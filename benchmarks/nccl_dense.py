@@ -2,7 +2,8 @@
 
 Needs two GPUs, a worker's environment with vLLM, and nccl4py in both. In one run, in turn, medians: ncclBroadcast of one flat
 buffer of as many bytes; ours with `verify="off"` and with the default; ours with `verify="off"` over HTTP, also to a server
-that was paused before; vLLM's own backend `nccl`, packed. All workers are on one GPU, all trainers on the other.
+that was paused before; vLLM's own backend `nccl`, packed; freshly gathered tensors, of a source that does not vouch for them, so
+that they are copied, against one that does. All workers are on one GPU, all trainers on the other.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def shapes() -> dict[str, list[int]]:
 class Tensors(WeightSource):
     """Tensors by name."""
 
+    yields_stable = True
+
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
 
@@ -88,6 +91,18 @@ class Tensors(WeightSource):
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors.items())
+
+
+class Gathered(Tensors):
+    """The same, each gathered when it is its turn, which a clone stands for; `is_stable`: nobody else has it."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], *, is_stable: bool) -> None:
+        super().__init__(tensors)
+        self.yields_stable = is_stable
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            yield name, tensor.clone()
 
 
 class Raw:
@@ -175,6 +190,17 @@ def _measure(directory: Path, stack: ExitStack) -> Iterator[str]:
         with http.paused():  # the server's own pause has a sleep of 20 ms in it
             return ours("http")()
 
+    gathered = {name: Gathered(tensors, is_stable=name == "gathered") for name in ("gathered", "unvouched")}
+
+    def from_source(name: str, engine: str) -> Callable[[], float]:
+        def send() -> float:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            reports[f"{name}_{engine}"] = engines[engine].send_weights(source=gathered[name])
+            return time.perf_counter() - started
+
+        return send
+
     calls: dict[str, Callable[[], float]] = {
         "raw": raw.send,
         "off": ours("off"),
@@ -182,11 +208,14 @@ def _measure(directory: Path, stack: ExitStack) -> Iterator[str]:
         "http": ours("http"),
         "http_paused": paused,
         "stock": lambda: float(stock.call("send")),
+        **{f"{name}_{engine}": from_source(name, engine) for engine in ("off", "full") for name in gathered},
     }
-    for name in ("off", "full", "http", *calls, *calls):  # the first rounds prove the layers, and compile
+    for name in ("off", "full", "http") * 3:  # the first rounds prove the layers, and compile
         calls[name]()
-    for name in ("off", "full"):
+    for name in ("off", "full"):  # before there are copies, whose buffers stay
         yield json.dumps({"name": f"nccl_dense_{name}_memory", **_memory(clients[name], calls[name], reports, name)})
+    for name in (*calls, *calls):
+        calls[name]()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(RUNS):
         for name, call in calls.items():
@@ -202,6 +231,10 @@ def _measure(directory: Path, stack: ExitStack) -> Iterator[str]:
     yield line("nccl_dense_verified", ours_ms=ms["full"], reference_ms=ms["raw"], **fields)
     yield line("nccl_dense_http", ours_ms=ms["http"], reference_ms=ms["off"], **fields)
     yield line("nccl_dense_http_paused", ours_ms=ms["http_paused"], reference_ms=ms["off"], **fields)
+    for suffix, engine in (("", "off"), ("_verified", "full")):
+        both = {"ours_ms": ms[f"unvouched_{engine}"], "reference_ms": ms[f"gathered_{engine}"]}
+        buffer_bytes = reports[f"unvouched_{engine}"].buffer_bytes
+        yield line(f"nccl_dense_unvouched{suffix}", **both, **fields, buffer_bytes=buffer_bytes)
     yield line("nccl_dense_stock", ours_ms=ms["off"], reference_ms=ms["stock"], **fields)
 
 

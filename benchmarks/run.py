@@ -21,6 +21,7 @@ BENCHMARKS = {
     "nccl_dense": "16 GB in bfloat16 to a real vLLM on another GPU, against one flat broadcast and stock vLLM; needs two GPUs",
     "placement_replay": "30,000 small parameters and no wire: what our own code costs in a round, on each side",
     "placement_trace": "tracing the loader of 18,867 checkpoint names",
+    "staging": "making 1 GB ready to be sent, or 16 GB on a GPU, where tensors are sent as they lie and where they are copied",
 }
 """Each is a module of this folder with `measure()`, which yields the lines of one run."""
 
