@@ -232,6 +232,25 @@ def test_source_that_changes_what_it_yielded_sends_what_it_yielded(cast: Cast, v
             assert report["buffer_bytes"] <= 2 * options.get("packed_buffer_size_bytes", 64 << 20)
 
 
+@pytest.mark.parametrize("root", [0, 1])
+@pytest.mark.parametrize("verify", ["full", "received"])
+def test_memory_that_is_written_during_a_round_is_the_trainers_fault(cast: Cast, verify: str, root: int) -> None:
+    """A thread that trains meanwhile, through `.data`: all ranks name the rank whose memory changed; the next round repairs."""
+    owners = {name: [root] for name in LARGE_AND_SMALL}
+    workers = cast.engine(LARGE_AND_SMALL, 1)
+    trainers = cast.trainers(workers, 2, parameters=LARGE_AND_SMALL, owners=owners)
+    assert together(*(lambda t=t: t.call("init", verify=verify) for t in trainers)) == [None, None]
+    trainers[root].call("edit", kind="trained", param="layers.3.weight")
+    for error in together(*(lambda t=t: raises(lambda: t.call("send")) for t in trainers)):
+        assert (error["type"], error["side"], error["rank"]) == ("PlanError", "trainer", root), error
+        assert (error["param"], error["outcome"]) == ("layers.3.weight", "poisoned")
+        assert f"changed in the memory of trainer rank {root}" in error["message"]
+    trainers[root].call("edit", kind="none")
+    for report in together(*(lambda t=t: t.call("send") for t in trainers)):
+        committed(report)
+    assert workers[0].call("sums") == trainers[root].call("sums")
+
+
 @pytest.mark.parametrize("declared", [{"a": ("float32", [4]), "b": ("float32", [3])}, {"a": ("float32", [4])}])
 def test_trainer_ranks_whose_metadata_differ(cast: Cast, declared: dict[str, Any]) -> None:
     """A rank that would send something else than rank 0 stops the round before a byte moves; all ranks name the parameter."""

@@ -43,6 +43,8 @@ INSTANCES: list[Message] = [
     wire.Challenge(session=SESSION, nonce="12" * 16),
     wire.Committed(round=3),
     wire.Credit(round=3, limit=4),
+    wire.DigestAgain(round=3, place=17),
+    wire.DigestedAgain(round=3, digests=[1 << 63]),
     wire.Ended(round=3, touched=True),
     wire.Enter(round=3, group=2),
     wire.Failed(round=3, error=ERROR, stopped=True),
@@ -323,7 +325,7 @@ def test_metadata_digest_covers_all_but_the_round():
 
 
 @pytest.mark.parametrize("digest", [-1, 1 << 64, -(1 << 63), 1 << 200])
-@pytest.mark.parametrize("type_", ["finishing", "sent"])
+@pytest.mark.parametrize("type_", ["finishing", "sent", "digested_again"])
 def test_digests_are_unsigned_64_bit_numbers(type_, digest):
     """What is no digest is refused with its message, at both ends; the error has the number."""
     (message,) = (message for message in INSTANCES if message.type == type_)

@@ -30,6 +30,7 @@ from wt_common.session import (
     AskState,
     Committed,
     Credit,
+    DigestedAgain,
     Ended,
     Enter,
     Finishing,
@@ -540,6 +541,80 @@ def nothing_is_small(monkeypatch):
     """Pieces of 1000 bytes are sent from where they lie."""
     for module in ("wt_common.packing", "wt_trainer.staging"):
         monkeypatch.setattr(f"{module}.DIRECT_BYTES", 1000)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize(("name", "root"), [("a", 0), ("g", 1)])
+def test_trainer_memory_that_was_written_is_the_trainers_fault(client, connect, send, name, root):
+    """A write that torch does not count, on whichever rank sends: all ranks raise, naming that rank and the parameter.
+
+    The wrong bytes are at a worker by then, so the round is poisoned; the next one repairs it.
+    """
+    sources = [Source(0), Source(1)]
+    engines = connect(*sources)
+
+    def change(worker):
+        sources[root].tensors[name].data[-1] += 1
+        worker.received[worker.names.index(name)][-1] ^= 1
+
+    client.between = change
+    for error in send(engines):
+        assert isinstance(error, PlanError), error
+        assert (error.param, error.side, error.rank, error.outcome) == (name, "trainer", root, Outcome.POISONED)
+        assert f"changed in the memory of trainer rank {root}" in error.message
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("a", "trainer rank 0 still has the bytes"),
+        ("g", "trainer rank 1 still has the bytes"),
+        ("b", "trainer rank 1 has sent them from a copy"),
+        ("d", "trainer rank 1 has sent them from a copy"),
+        ("e", "trainer rank 0 has sent them from a copy"),
+    ],
+)
+def test_trainer_memory_that_is_as_it_was_is_not_to_blame(client, connect, send, name, known):
+    """The sender says of every rank whether it still has what it sent, and claims no more."""
+
+    def change(worker):
+        worker.received[worker.names.index(name)][-1] ^= 1
+
+    client.between = change
+    for error in send(connect(Source(0), Source(1))):
+        assert isinstance(error, IntegrityError), error
+        assert (error.param, error.side, error.engine, error.rank) == (name, "worker", "e0", 0)
+        assert known in error.message
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_what_was_lent_for_another_dtype_is_not_asked(client, connect, send):
+    """Memory that a first group was made ready from, and that was not sent, says nothing of what was."""
+    engines = connect(Source(names=("a", "e")))
+    (report,) = send(engines)
+    assert report.outcome == Outcome.COMMITTED
+    client.worker.casts = {"a": "bfloat16"}
+    client.between = lambda worker: worker.received[0].reverse()
+    (error,) = send(engines)
+    assert isinstance(error, IntegrityError), error
+    assert "trainer rank 0 has sent them from a copy" in error.message
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_rank_that_does_not_answer_hides_nothing(client, connect, send, monkeypatch):
+    """A rank that cannot say what it has costs a moment; the error is about the digests all the same."""
+    monkeypatch.setattr("wt_trainer.leading._DIGEST_AGAIN_S", 0.1)
+    usual = FollowerSession.send
+    monkeypatch.setattr(
+        FollowerSession,
+        "send",
+        lambda self, message: None if isinstance(message, DigestedAgain) else usual(self, message),
+    )
+    client.between = lambda worker: worker.received[worker.names.index("g")].reverse()
+    for error in send(connect(Source(0), Source(1))):
+        assert isinstance(error, IntegrityError), error
+        assert "trainer rank 1 has sent them from a copy" in error.message
 
 
 class Merging(Source):

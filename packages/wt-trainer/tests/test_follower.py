@@ -4,12 +4,15 @@ import socket
 import time
 
 import pytest
+import torch
 
 from wt_common import PeerLostError, PlanError, RoundTimeoutError, StaleSessionError
 from wt_common.errors import error_to_wire
 from wt_common.session import (
     Abort,
     Credit,
+    DigestAgain,
+    DigestedAgain,
     Enter,
     FrameDecoder,
     Go,
@@ -21,8 +24,10 @@ from wt_common.session import (
 )
 from wt_trainer import follower as module
 from wt_trainer.connection import Connection
+from wt_trainer.digest import tensor_digest
 from wt_trainer.follower import FollowerSession
 from wt_trainer.metadata import RoundMetadata
+from wt_trainer.stream import LentMemory
 
 WAIT_S = 10
 
@@ -152,6 +157,40 @@ def test_outcome_that_does_not_come_is_a_timeout(both, monkeypatch):
             session.outcome(round_)
     assert time.monotonic() - started < 5
     assert (caught.value.rank, caught.value.outcome) == (0, "unchanged")
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_sender_may_ask_for_a_digest_before_it_says_how_the_round_ended(both, in_thread, is_early):
+    """The answer is of the memory that the parameter was sent from, as it is now, or nothing; then the outcome is waited for."""
+    session, sender = both
+    tensor = torch.arange(8.0)
+    with session.running(1, WAIT_S) as round_:
+        round_.lent[4] = LentMemory(tensor.view(torch.uint8))
+        tensor.data.neg_()
+        if is_early:
+            sender.send(DigestAgain(round=1, place=4))
+            fence(session, sender)
+        outcome = in_thread(lambda: session.outcome(round_))
+        if not is_early:
+            sender.send(DigestAgain(round=1, place=4))
+        assert sender.receive() == DigestedAgain(round=1, digests=[tensor_digest(tensor)])
+        sender.send(RoundOutcome(round=1, report={}))
+        assert outcome.value().report == {}
+    with session.running(2, WAIT_S) as round_:
+        sender.send(DigestAgain(round=2, place=4), RoundOutcome(round=2, report={}))
+        fence(session, sender)
+        assert session.outcome(round_).report == {}
+
+
+def test_memory_that_is_not_there_has_no_digest(both, in_thread):
+    """What was sent from a copy cannot be digested again: the answer is empty."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        outcome = in_thread(lambda: session.outcome(round_))
+        sender.send(DigestAgain(round=1, place=4))
+        assert sender.receive() == DigestedAgain(round=1, digests=[])
+        sender.send(RoundOutcome(round=1, report={}))
+        assert outcome.value().report == {}
 
 
 def test_messages_of_several_later_rounds_are_kept(both):

@@ -42,6 +42,8 @@ __all__ = [
     "Challenge",
     "Committed",
     "Credit",
+    "DigestAgain",
+    "DigestedAgain",
     "Ended",
     "Enter",
     "Failed",
@@ -398,6 +400,31 @@ class Sent(Message):
         _check_digests(self, self.digests)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestAgain(Message):
+    """L, to another trainer rank, before it says how the round ended: a worker has other bytes of the parameter at `place`.
+
+    The rank answers with `DigestedAgain`.
+    """
+
+    type = "digest_again"
+    round: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestedAgain(Message):
+    """C, that trainer rank: the digest of the memory that it sent the parameter from; none if it was a copy, or is freed."""
+
+    type = "digested_again"
+    round: int
+    digests: list[int]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_digests(self, self.digests)
+
+
 def _check_digests(message: Message, digests: list[int]) -> None:
     if digests and not (min(digests) >= 0 and max(digests) < 1 << 64):
         wrong = next(digest for digest in digests if not 0 <= digest < 1 << 64)
@@ -568,6 +595,8 @@ _MESSAGES: dict[str, type[Message]] = {
         Challenge,
         Committed,
         Credit,
+        DigestAgain,
+        DigestedAgain,
         Ended,
         Enter,
         Failed,

@@ -9,7 +9,18 @@ from contextlib import contextmanager, suppress
 
 from wt_common import Outcome, PeerLostError, PlanError, Side, StaleSessionError, WeightTransferError
 from wt_common.errors import error_from_wire, error_to_wire
-from wt_common.session import Abort, Enter, Go, Message, Metadata, Position, RoundOutcome, StoreSet
+from wt_common.session import (
+    Abort,
+    DigestAgain,
+    DigestedAgain,
+    Enter,
+    Go,
+    Message,
+    Metadata,
+    Position,
+    RoundOutcome,
+    StoreSet,
+)
 from wt_trainer.connection import Connection
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.round import Round
@@ -59,17 +70,28 @@ class FollowerSession:
                 self.round = None
 
     def outcome(self, round_: Round) -> RoundOutcome:
-        """How the round ended for everybody, in the sender's words.
+        """How the round ended for everybody, in the sender's words. It may ask for a digest before.
 
         Raises:
             PeerLostError: the sender is gone.
             RoundTimeoutError: it did not say in time.
         """
         posts = round_.posts.setdefault(RoundOutcome, {})
+
+        def is_over() -> bool:
+            return _SENDER in posts or self._lost is not None
+
         with self.changed:
             self.changed.wait_for(
-                lambda: _SENDER in posts or self._lost is not None, round_.remaining_s + _OUTCOME_GRACE_S
+                lambda: is_over() or DigestAgain in round_.posts, round_.remaining_s + _OUTCOME_GRACE_S
             )
+            asked = round_.posts.pop(DigestAgain, {}).get(_SENDER)
+        if isinstance(asked, DigestAgain):
+            digest = round_.digest_now(asked.place)
+            with suppress(WeightTransferError):  # the reader thread notices that the sender is gone
+                self.send(DigestedAgain(round=round_.number, digests=[] if digest is None else [digest]))
+        with self.changed:
+            self.changed.wait_for(is_over, round_.remaining_s + _OUTCOME_GRACE_S)
             if _SENDER in posts:
                 return posts[_SENDER]  # type: ignore[return-value]  # filed under its own type
             if self._lost is not None:

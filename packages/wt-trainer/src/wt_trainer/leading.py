@@ -13,6 +13,7 @@ from wt_common import (
     SCHEMA,
     AgreementError,
     ConfigurationError,
+    IntegrityError,
     Outcome,
     Phase,
     PlanError,
@@ -23,6 +24,8 @@ from wt_common.errors import error_to_wire
 from wt_common.session import (
     Abort,
     Committed,
+    DigestAgain,
+    DigestedAgain,
     Ended,
     Finishing,
     Installed,
@@ -32,6 +35,7 @@ from wt_common.session import (
     RoundOutcome,
     Sent,
 )
+from wt_trainer.blame import blamed
 from wt_trainer.client.protocol import VLLMWeightSyncClient
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.repair import close_left_open
@@ -51,6 +55,7 @@ logger = logging.getLogger(__name__)
 # A failed round raises within 1 s of its deadline, whoever is frozen. Of that, at most:
 _ENDED_GRACE_S = 0.8  # for workers to say how it left them (less where the deadline has passed)
 _LATE_GRACE_S = 0.3
+_DIGEST_AGAIN_S = 5.0  # for another trainer rank to digest one parameter: 2 GB/s on one core
 _LEAVE_S = 2.0  # more than a channel takes to close; see there
 
 
@@ -356,16 +361,19 @@ class LeadingEngine(SessionEngine[TInfo]):
         placement: Placement,
         finishing: dict[tuple[str, str, int], Finishing],
     ) -> None:
-        """Every worker has what the trainer ranks have sent, as far as `verify` says."""
+        """Every worker has what the trainer ranks have sent, as far as `verify` says; else the error says whose fault it is."""
         roots = _other_roots(session, metadata)
         sent = round_.collect(Sent, roots)
         others = {peer.hello.rank: (str(peer), sent[peer.key].digests) for peer in roots}
         digests = sent_digests(metadata.roots, round_.digests, others)
         check_tied(placement.ranks, metadata, casts, digests)
-        placement.check(
-            digests,
-            {(engine, rank): post.digests for (_, engine, rank), post in finishing.items()},
-        )
+        try:
+            placement.check(digests, {(engine, rank): post.digests for (_, engine, rank), post in finishing.items()})
+        except IntegrityError as exc:
+            place = metadata.names.index(exc.param or "")
+            root = metadata.roots[place]
+            now = _digest_now(session, round_, root, place)
+            raise blamed(exc, root=root, sent=digests[place], now=now) from None
 
     def _settle(self, session: Session, round_: Round, error: WeightTransferError) -> None:
         """Tell every peer that the round is over, and find out how that left the workers."""
@@ -409,6 +417,22 @@ class LeadingEngine(SessionEngine[TInfo]):
 def _other_roots(session: Session, metadata: RoundMetadata) -> list[Peer]:
     """The other trainer ranks that send."""
     return [peer for peer in session.followers if peer.hello.rank in metadata.roots]
+
+
+def _digest_now(session: Session, round_: Round, root: int, place: int) -> int | None:
+    """The digest of a parameter in the memory that trainer rank `root` sent it from; None if nobody can say."""
+    asked = [peer for peer in session.followers if peer.hello.rank == root]
+    if not asked:
+        return round_.digest_now(place)
+    session.send(asked, DigestAgain(round=round_.number, place=place))
+    answers = round_.posts.setdefault(DigestedAgain, {})
+    with round_.changed:  # not `collect`: no answer must not hide what has been found
+        round_.changed.wait_for(
+            lambda: bool(answers) or round_.failure is not None, min(_DIGEST_AGAIN_S, round_.remaining_s)
+        )
+    return next(
+        (digest for answer in answers.values() if isinstance(answer, DigestedAgain) for digest in answer.digests), None
+    )
 
 
 def _last_begun(session: Session, round_: Round) -> int:

@@ -25,6 +25,7 @@ from wt_common.session import (
     Auth,
     Challenge,
     Credit,
+    DigestedAgain,
     Ended,
     Failed,
     Hello,
@@ -430,7 +431,7 @@ class Session:
         if isinstance(message, Failed) and not peer.is_worker:
             logger.warning("%s failed when round %d was over: %s", peer, message.round, message.error.get("message"))
         if not isinstance(
-            message, (Credit, Ended, Failed, Position, Sent, State)
+            message, (Credit, DigestedAgain, Ended, Failed, Position, Sent, State)
         ):  # those need no answer: their sender waits for nothing
             stale = StaleSessionError(f"round {number} is over (session {self.id})", side=Side.TRAINER, round=number)
             self.notify([peer], Abort(round=int(number or 0), error=error_to_wire(stale)))
