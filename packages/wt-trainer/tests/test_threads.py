@@ -33,7 +33,7 @@ def test_thread_is_named_and_used_again(until):
 def test_calls_at_the_same_time_have_threads_of_their_own():
     """A call that blocks holds up no other."""
     go, blocked = threading.Event(), threading.Event()
-    run_in_thread("wt-blocked", lambda: blocked.set() or go.wait(10) and None)
+    run_in_thread("wt-blocked", lambda: blocked.set() or (go.wait(10) and None))
     assert blocked.wait(10)
     assert run("wt-other")[1] == "wt-other"
     assert "wt-blocked" in [thread.name for thread in threading.enumerate()]
