@@ -838,7 +838,7 @@ def test_one_round_at_a_time(make_client, make_engine, in_thread):
     assert len(refused) == 1
 
 
-def test_interrupt_after_the_verdict_leaves_no_worker_without_it(make_client, make_engine, monkeypatch):
+def test_interrupt_after_the_verdict_leaves_no_worker_without_it(make_client, make_engine, monkeypatch, until):
     """Between deciding that a round is committed and saying so, an interrupt must not leave the workers waiting."""
     client = make_client()
     engine = make_engine(client)
@@ -854,8 +854,10 @@ def test_interrupt_after_the_verdict_leaves_no_worker_without_it(make_client, ma
     with pytest.raises(KeyboardInterrupt):
         engine.send_weights()
     monkeypatch.undo()
+    worker = client.workers[0]
+    until(lambda: Committed in map(type, worker.heard) and worker.inbox.empty())  # its finish call has gone on
     assert engine.send_weights().round == 2
-    assert [type(message) for message in client.workers[0].heard].count(Committed) == 2
+    assert [type(message) for message in worker.heard].count(Committed) == 2
 
 
 def test_sources_of_one_round_are_forgotten(make_client, make_engine):

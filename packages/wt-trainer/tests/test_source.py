@@ -448,7 +448,6 @@ def test_part_is_stable_if_it_is_the_sources_own_memory():
             ("computed", tensor + 1),
             ("copied", tensor.contiguous().clone()),
             ("sparse", tensor.to_sparse()),
-            ("none", None),
         ]
 
     found = []

@@ -429,27 +429,22 @@ class RenamedSource(WeightSource):
         parts: Any = self._fn(name, tensor)  # a user's own, which may return anything
         if isinstance(parts, str):
             return [(parts, tensor)]
-        if isinstance(parts, (list, tuple)):
-            return [self._checked(name, part) for part in parts]
-        if isinstance(parts, Iterable) and not isinstance(parts, torch.Tensor):
-            return (self._checked(name, part) for part in parts)
-        return [self._checked(name, parts)]
+        checked = self._checked(name, parts)
+        return list(checked) if isinstance(parts, (list, tuple)) else checked
 
     @staticmethod
-    def _checked(name: str, part: Any) -> tuple[str, torch.Tensor]:
-        if (
-            isinstance(part, tuple)
-            and len(part) == 2
-            and isinstance(part[0], str)
-            and isinstance(part[1], torch.Tensor)
-        ):
-            return part
-        raise ConfigurationError(
-            f"RenamedSource: for parameter {name!r} expected fn to return its new name, or (name, tensor) pairs ([] leaves it "
-            f"out), got {part if part is None else type(part).__name__}",
-            side="trainer",
-            param=name,
-        )
+    def _checked(name: str, parts: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        are_several = isinstance(parts, Iterable) and not isinstance(parts, torch.Tensor)
+        for part in parts if are_several else [parts]:
+            is_pair = isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str)
+            if not (is_pair and isinstance(part[1], torch.Tensor)):
+                raise ConfigurationError(
+                    f"RenamedSource: for parameter {name!r} expected fn to return its new name, or (name, tensor) pairs ([] "
+                    f"leaves it out), got {parts if parts is None else type(parts).__name__}",
+                    side="trainer",
+                    param=name,
+                )
+            yield part
 
 
 def _shares_memory(one: object, other: torch.Tensor) -> bool:
