@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +130,26 @@ def test_pause(embedded: EmbeddedServer, mode: str) -> None:
     (choice,) = reply.json()["choices"]
     assert choice["finish_reason"] == ("abort" if mode == "abort" else "length")
     assert client.is_paused() == [False]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_a_server_with_a_frozen_request(
+    checkpoint: Callable[[str], Path], tmp_path: Path, measured: Callable[[float], None], number: signal.Signals
+) -> None:
+    """A pause that nobody ends does not hold up the end of the process."""
+    with EmbeddedServer(checkpoint("llama-tied"), tmp_path) as server:
+        server.wait_ready()
+        with ThreadPoolExecutor() as pool:
+            request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True}
+            frozen = pool.submit(server.post, "/v1/completions", **request)
+            while server.get("/load")["num_running"] == 0:
+                assert not frozen.done()
+            assert server.post("/pause?mode=keep").ok
+            started = time.monotonic()
+            server.process.send_signal(number)
+            assert server.process.wait(10) == -number
+            measured(time.monotonic() - started)
+            assert frozen.exception(10) is not None or not frozen.result().ok
 
 
 def test_server_that_a_dead_trainer_paused_is_resumed(
