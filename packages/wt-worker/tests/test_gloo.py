@@ -1,7 +1,12 @@
 """Bytes over gloo: every member of a channel is a thread of its own, and all share one rendezvous."""
 
+import os
+import socket
+import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +127,51 @@ def test_next_epoch_is_a_new_group(join, broadcast):
     buffers = [some_bytes(10), *(torch.zeros(10, dtype=torch.uint8) for _ in range(2))]
     broadcast(channels, buffers)
     assert all(torch.equal(buffer, some_bytes(10)) for buffer in buffers)
+
+
+def listening():
+    """Where this process listens."""
+    found = set()
+    for name in sockets():
+        with socket.socket(fileno=os.dup(int(name))) as copy:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(copy.getsockname())
+    return found
+
+
+def sockets():
+    """The descriptors of this process's sockets."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them is gone
+            if os.readlink(entry).startswith("socket:"):
+                found.append(entry.name)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_strangers_at_gloos_ports_disturb_no_group_that_is_made(join, broadcast):
+    """Each costs a descriptor for as long as the group lives, whatever it says: gloo's ports stay open and take anybody."""
+    before = listening()
+    channels = join()
+    ports = listening() - before
+    assert len(ports) == len(channels)
+    own = len(sockets())
+    strangers = [socket.create_connection(port, timeout=WAIT_S) for port in ports for _ in range(5)]
+    for index, stranger in enumerate(strangers):
+        stranger.sendall(bytes(index % 3 * 8))
+    received = torch.zeros(50, dtype=torch.uint8)
+    broadcast(channels, [some_bytes(50), received])
+    assert torch.equal(received, some_bytes(50))
+    for stranger in strangers:
+        stranger.close()
+    broadcast(channels, [some_bytes(50, 1), received])
+    assert torch.equal(received, some_bytes(50, 1))
+    assert len(sockets()) == own + len(strangers), "gloo lets go of strangers: say so in docs/security.md"
+    for channel in channels:
+        channel.close()
+    assert listening() == before
+    assert len(sockets()) < own
 
 
 def test_capabilities_are_attributes():

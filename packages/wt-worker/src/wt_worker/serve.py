@@ -193,8 +193,8 @@ def main(argv: list[str] | None = None) -> None:
         parameter.data = parameter.data.clone()  # out of the checkpoint's file, to which they are mapped
     host = ModelHost(model.requires_grad_(requires_grad=False), args.backend)
     quiet: dict[str, Any] = {"log_level": "warning", "access_log": False}
-    # uvicorn answers a signal by ending gracefully, then raises it once more: SIGINT ends the process there, as SIGTERM does. With
-    # Python's own handler, threads would be waited for, and one that a pause has frozen never ends.
+    # uvicorn answers a signal by ending gracefully, then raises it once more: SIGINT ends the process there, as SIGTERM does.
+    # With Python's own handler, threads would be waited for, and one that a pause has frozen never ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     uvicorn.run(make_app(host), host=args.host, port=args.port, timeout_graceful_shutdown=1, **quiet)
 
