@@ -3,7 +3,7 @@
     python -m wt_worker.serve --model DIR --backend gloo
 
 It hosts one `WeightTransferEngine` and makes the same calls as vLLM's worker; `completions.py` computes the tokens. It listens on
-this host only unless told otherwise, and asks nobody who they are. Needs the extra `[serve]`.
+this host only unless told otherwise, and has no authentication. Needs the extra `[serve]`.
 """
 
 from __future__ import annotations
