@@ -144,7 +144,7 @@ def sockets():
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the one that lists them is gone
-            if os.readlink(entry).startswith("socket:"):
+            if str(entry.readlink()).startswith("socket:"):
                 found.append(entry.name)
     return found
 
