@@ -243,6 +243,23 @@ class PlacementExtension:
         self._undo.append(lambda: setattr(layer, "quant_method", layer.quant_method.original))
         return "model.layers.0.mlp.down_proj"
 
+    def _plant_emptied_norm(self, model: Any) -> str:
+        """Something has taken what it needs from a norm's weight, and emptied it."""
+        import torch
+
+        norm = model.model.layers[0].input_layernorm
+        before = norm.weight
+        norm.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        self._undo.append(lambda: setattr(norm, "weight", before))
+        return "model.layers.0.input_layernorm"
+
+    def _plant_emptied_by_attention(self, model: Any) -> str:
+        """Latent attention takes a copy of a projection's weight and empties it, as it does on a CPU with AMX."""
+        layers = [layer for layer in model.modules() if type(layer).__name__ == "MLAAttention"]
+        for layer in layers:
+            _empty_when_processed(layer)
+        return str(len(layers))
+
     def _plant_two_names(self, model: Any) -> str:
         before = model.lm_head.weight
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -256,6 +273,21 @@ class PlacementExtension:
         layer._expert_map = torch.arange(4)
         self._undo.append(lambda: delattr(layer, "_expert_map"))
         return "model.layers.0.mlp.gate_up_proj"
+
+
+def _empty_when_processed(layer: Any) -> None:
+    import torch
+
+    source, original = layer.kv_b_proj, layer.process_weights_after_loading
+
+    def process(dtype: Any) -> None:
+        original(dtype)
+        layer.impl.taken = source.weight.data.clone()
+        source.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+    layer.process_weights_after_loading = process
+    source.quant_method.apply = lambda _, x, bias=None: torch.nn.functional.linear(x, layer.impl.taken, bias)
+    process(next(layer.parameters()).dtype)
 
 
 def _unknown_method(original: Any, process: Any = lambda _: None) -> Any:

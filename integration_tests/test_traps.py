@@ -85,6 +85,15 @@ def test_view_that_processing_left_behind_is_refused(plant: Callable[[str], tupl
     assert (error["type"], error["outcome"], error["param"]) == ("PlanError", "unchanged", f"{layer}.weight")
 
 
+def test_parameter_that_serves_emptied_is_refused(plant: Callable[[str], tuple[TrainerHost, str]]) -> None:
+    """A parameter that somebody has emptied, and not its own layer's processing, is an error before a byte moves."""
+    trainer, layer = plant("emptied_norm")
+    with pytest.raises(HostError, match=r"is loaded with shape \(64,\) and serves with \(0,\)") as caught:
+        sync(trainer, 3)
+    error = caught.value.error
+    assert (error["type"], error["outcome"], error["param"]) == ("PlanError", "unchanged", f"{layer}.weight")
+
+
 @pytest.mark.parametrize(
     ("trap", "path"),
     [

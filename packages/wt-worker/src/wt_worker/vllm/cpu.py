@@ -20,6 +20,7 @@ from wt_worker.vllm.cover import tied_storages
 __all__ = [
     "attach_convolution",
     "detached_convolutions",
+    "emptied_source",
     "forget_moe_kernels",
     "packed_tied_layers",
     "repack",
@@ -76,6 +77,19 @@ def detached_convolutions(model: torch.nn.Module) -> Iterator[tuple[str, torch.n
 def attach_convolution(layer: Any) -> None:
     """The view of `layer`, one of `detached_convolutions`, has the weight that was loaded last."""
     layer.conv_weights.copy_(layer.conv1d._cpu_unpacked_conv_weight)  # noqa: SLF001  # nobody else keeps it
+
+
+def emptied_source(attention: torch.nn.Module) -> torch.nn.Module | None:
+    """The projection whose weight `attention` has emptied after it took from it what it computes with; None if it has not.
+
+    Latent attention does so on a CPU with AMX (`attention/mla_attention.py`). vLLM's reload would copy the new weight into the
+    empty one, and the next processing of the attention layer would read the empty one: both raise, in every round.
+    """
+    source = attention._modules.get("kv_b_proj")  # noqa: SLF001  # without torch's search
+    weight = None if source is None else source._parameters.get("weight")  # noqa: SLF001  # as above
+    if source is None or weight is None or weight.is_meta or weight.numel():
+        return None
+    return None if getattr(getattr(source, "cpu_linear", None), "__closure__", None) else source  # it is packed
 
 
 def repack_tied_weights(model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ from vllm.model_executor.layers import attention
 from vllm.platforms import current_platform
 
 from wt_common import PlanError
-from wt_worker.vllm.cpu import attach_convolution, detached_convolutions, packed_tied_layers, repack
+from wt_worker.vllm.cpu import attach_convolution, detached_convolutions, emptied_source, packed_tied_layers, repack
 
 __all__ = [
     "IN_PLACE",
@@ -22,6 +22,7 @@ __all__ = [
     "Entry",
     "is_attention",
     "model_reason",
+    "process_attention",
     "recomputed",
     "recomputed_modules",
     "refuse",
@@ -127,7 +128,13 @@ class Recomputed:
 def _attention_state(model: torch.nn.Module, model_config: Any) -> Iterator[tuple[str, Callable[[], object]]]:
     for name, layer in model.named_modules():
         if is_attention(layer) and not _has_constants_only(layer):
-            yield name, lambda layer=layer: layer.process_weights_after_loading(model_config.dtype)  # type: ignore[misc]
+            yield name, lambda layer=layer: process_attention(layer, model_config)  # type: ignore[misc]
+
+
+def process_attention(layer: Any, model_config: Any) -> None:
+    """An attention layer's own state follows the parameters that it is made from, unless they are gone since it was made."""
+    if emptied_source(layer) is None:
+        layer.process_weights_after_loading(model_config.dtype)
 
 
 def _has_constants_only(layer: Any) -> bool:

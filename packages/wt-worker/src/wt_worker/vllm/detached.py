@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from wt_common import PlanError
-from wt_worker.vllm.cpu import detached_convolutions
+from wt_worker.placement.plan import Plan
+from wt_worker.vllm.cpu import detached_convolutions, emptied_source
+from wt_worker.vllm.derived import is_attention
+from wt_worker.vllm.layers import Layer
 
-__all__ = ["detached_views", "refuse_detached_views"]
+__all__ = ["detached_views", "refuse_detached_views", "refuse_other_shapes"]
 
 
 def detached_views(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -36,6 +39,34 @@ def detached_views(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
                 for name, loaded in get_layerwise_info(below).restore_metadata[0].items():
                     if loaded.numel() == view.numel():
                         yield f"{prefix}.{leaf}", f"{prefixes[below]}.{name}"
+
+
+def refuse_other_shapes(model: torch.nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> None:
+    """Raise where a parameter serves in another shape than it is loaded with, and its layer's own processing does not do that.
+
+    vLLM's reload copies what was loaded and processed into what served before. If the shapes differ, it fails in the middle of a
+    round, and in every later one.
+
+    Raises:
+        PlanError: it names the first such parameter.
+    """
+    live = dict(model.named_parameters(remove_duplicate=False))
+    emptied = {id(emptied_source(layer)) for layer in model.modules() if is_attention(layer)}
+    for layer in layers.values():
+        is_unprocessed = layer.is_inert or getattr(layer.module, "_cpu_skip_gemm_dispatch", False)
+        if not is_unprocessed or id(layer.module) in emptied or is_attention(layer.module):
+            continue
+        for name in layer.parameters:
+            shape = plan.by_parameter[name].shape
+            if name in live and tuple(live[name].shape) != shape:
+                raise PlanError(
+                    f"{name} is loaded with shape {shape} and serves with {tuple(live[name].shape)}, and its own layer does not "
+                    "change it: what else is made from it cannot be known, and vLLM's reload would fail in the middle of a "
+                    "round; this model cannot be updated on this platform, report it",
+                    side="worker",
+                    phase="update",
+                    param=name,
+                )
 
 
 def refuse_detached_views(model: torch.nn.Module) -> None:

@@ -26,7 +26,7 @@ from wt_worker.placement.describe import LayerDescription, PlanDescription
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import REPLACED, STRAY, Target, TraceError, unplannable
 from wt_worker.vllm.derived import is_attention, model_reason, refuse, verdict
-from wt_worker.vllm.detached import refuse_detached_views
+from wt_worker.vllm.detached import refuse_detached_views, refuse_other_shapes
 from wt_worker.vllm.layers import Layer, LayerStates, share_reasons, shared_layers
 from wt_worker.vllm.proof import Proof, live_tensors
 from wt_worker.vllm.reload import LayerwiseReload, loader_error, partial_text, plan_error
@@ -127,6 +127,7 @@ class VLLMInstaller:
         live = live_tensors(self._model)
         plan = plan.with_aliases(metadata.aliases, lambda one, other: _share_memory(live, one, other))
         layers = self._judge(plan, f"its loader makes tensors of its own ({made[0]})" if made else None)
+        refuse_other_shapes(self._model, plan, layers)
         strays = {name.name for name in plan.names if name.problem}
         parameters = [name for name, _ in self._model.named_parameters() if name not in strays]
         known = plan.by_parameter

@@ -11,7 +11,8 @@ because vLLM 0.26 to 0.33 lacks them:
 * **Abort.** vLLM has no way back from a failed round: layers stay on the meta device, and the next
   round goes on with the old one's counts and tensors.
 * **CPU.** There, a tied output head and mixture-of-experts layers would keep kernels built from
-  the old weights (`wt_worker.vllm.cpu`).
+  the old weights (`wt_worker.vllm.cpu`), and a weight that latent attention has emptied could not be loaded again: it gets
+  memory while a round is open.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from wt_common import PlanError
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import error_text
 from wt_worker.vllm.cover import Target, WriteRecorder
-from wt_worker.vllm.cpu import forget_moe_kernels, repack_tied_weights
-from wt_worker.vllm.derived import is_attention, recomputed
+from wt_worker.vllm.cpu import emptied_source, forget_moe_kernels, repack_tied_weights
+from wt_worker.vllm.derived import is_attention, process_attention, recomputed
 from wt_worker.vllm.tracing import skipped_names, trace_model
 
 __all__ = ["LayerwiseReload", "loader_error", "partial_text", "plan_error"]
@@ -65,6 +66,8 @@ class LayerwiseReload:
         self._names: set[str] = set()
         self._skipped_names: set[str] = set()
         self._moe_kernels: dict[torch.nn.Module, Any] = {}
+        # Attention layers, each with the projection whose weight it has emptied, and that weight.
+        self._emptied: list[tuple[torch.nn.Module, torch.nn.Module, torch.nn.Parameter]] = []
 
     @property
     def is_open(self) -> bool:
@@ -117,8 +120,14 @@ class LayerwiseReload:
                 self._restore()  # somebody else's round, left open
             self._layers = self._model if layers is None else _Layers(layers)
             self._recorder = WriteRecorder(self._model, _is_kept)
+            self._emptied = [
+                (layer, source, source.weight)  # type: ignore[misc]  # it has one
+                for layer in self._model.modules()
+                if is_attention(layer) and (source := emptied_source(layer)) is not None
+            ]
             try:
                 initialize_layerwise_reload(self._layers)
+                self._give_memory()
                 self._recorder.watch(self._model, set(self._layers.modules()) - set(replayed))
                 self._skipped_names = skipped_names(self._model)
                 self._moe_kernels = forget_moe_kernels(self._layers)
@@ -182,6 +191,7 @@ class LayerwiseReload:
                         self.touched = True
                     else:
                         self._keep_old(layer)
+                self._keep_attention()
                 with recorder:
                     finalize_layerwise_reload(self._layers, self._model_config)
                 self.touched |= recorder.has_written_live
@@ -229,7 +239,10 @@ class LayerwiseReload:
         """Layers that are not complete have their old tensors, and vLLM has forgotten the round."""
         for layer in self._layers.modules():
             self._keep_old(layer)
+        self._keep_attention()
         finalize_layerwise_reload(self._layers, self._model_config)
+        for attention, _, _ in self._emptied:
+            process_attention(attention, self._model_config)  # whose projection was complete
         repack_tied_weights(self._model)
 
     def _put_back(self) -> None:
@@ -238,6 +251,7 @@ class LayerwiseReload:
             for layer in self._model.modules():
                 info = get_layerwise_info(layer)
                 if info.kernel_tensors is not None:
+                    self._take_memory(layer)
                     _place_kernel_tensors(layer, info)
                 info.reset()
                 if layer in self._moe_kernels:
@@ -251,11 +265,37 @@ class LayerwiseReload:
         info = get_layerwise_info(layer)
         if info.kernel_tensors is None:  # complete: what is there is new, and stays
             return
+        self._take_memory(layer)
         info.loaded_weights.clear()
         info.load_numel = 0
         info.load_numel_total = 0  # nothing is missing then, which vLLM would warn about
         if layer in self._moe_kernels:
             layer.quant_method.moe_kernel = self._moe_kernels[layer]  # type: ignore[union-attr]
+
+    def _give_memory(self) -> None:
+        """Weights that attention has emptied can be loaded: vLLM copies what it has loaded into memory that is there for it."""
+        for _, source, _ in self._emptied:
+            info = get_layerwise_info(source)
+            if info.kernel_tensors is not None:  # it is one of the layers on the meta device
+                loaded = info.restore_metadata[0]["weight"]
+                with info.restore_device:
+                    weight = torch.empty_strided(loaded.shape, loaded.stride(), dtype=loaded.dtype)
+                info.kernel_tensors[0]["weight"] = torch.nn.Parameter(weight, requires_grad=False)
+
+    def _take_memory(self, layer: torch.nn.Module) -> None:
+        """A weight that attention has emptied, and that was not loaded, is empty again."""
+        for _, source, weight in self._emptied:
+            tensors = get_layerwise_info(source).kernel_tensors
+            if source is layer and tensors is not None:
+                tensors[0]["weight"] = weight
+
+    def _keep_attention(self) -> None:
+        """Finalizing will not process attention layers whose emptied projection was not loaded."""
+        for attention, source, _ in self._emptied:
+            info = get_layerwise_info(attention)
+            if not _is_loaded(source) and info.kernel_tensors is not None:
+                _place_kernel_tensors(attention, info)
+                info.reset()
 
 
 class _Layers:
