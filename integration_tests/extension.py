@@ -260,6 +260,13 @@ class PlacementExtension:
             _empty_when_processed(layer)
         return str(len(layers))
 
+    def _plant_float_biases(self, model: Any) -> str:
+        """Biases are float32, whatever they were loaded in, as vLLM's packing for AMX makes them."""
+        layers = [layer for layer in model.modules() if getattr(layer, "bias", None) is not None]
+        for layer in layers:
+            layer.bias.data = layer.bias.data.float()
+        return str(len(layers))
+
     def _plant_two_names(self, model: Any) -> str:
         before = model.lm_head.weight
         model.lm_head.weight = model.model.embed_tokens.weight

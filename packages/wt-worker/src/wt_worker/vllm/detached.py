@@ -1,4 +1,4 @@
-"""What does not serve from the memory that a load fills: found before a byte moves, and refused where nobody makes it follow."""
+"""What does not serve as a load fills it, by memory, shape or dtype: found before a byte moves, or refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wt_worker.vllm.cpu import detached_convolutions, emptied_source
 from wt_worker.vllm.derived import is_attention
 from wt_worker.vllm.layers import Layer
 
-__all__ = ["detached_views", "refuse_detached_views", "refuse_other_shapes"]
+__all__ = ["detached_views", "refuse_detached_views", "refuse_other_shapes", "rounded_names"]
 
 
 def detached_views(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -39,6 +39,29 @@ def detached_views(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
                 for name, loaded in get_layerwise_info(below).restore_metadata[0].items():
                     if loaded.numel() == view.numel():
                         yield f"{prefix}.{leaf}", f"{prefixes[below]}.{name}"
+
+
+def rounded_names(model: torch.nn.Module, plan: Plan) -> dict[str, torch.dtype]:
+    """By checkpoint name, the narrower dtype that its values had in the first load, where the parameter serves in a wider one.
+
+    vLLM moves no bias to the meta device, so that its loader sees what serves. On a CPU with AMX that is a float32 copy of what
+    was loaded (`layers/utils.py`), and values that were not rounded would be another model than a fresh load. A linear layer
+    makes its bias, which has an `output_dim`, in the dtype that it keeps as `params_dtype`.
+    """
+    first: dict[str, torch.dtype] = {}
+    for prefix, layer in model.named_modules():
+        bias, made = layer._parameters.get("bias"), getattr(layer, "params_dtype", None)  # noqa: SLF001  # without torch's search
+        if bias is None or not isinstance(made, torch.dtype) or not hasattr(bias, "output_dim"):
+            continue
+        if made.is_floating_point and made != bias.dtype and torch.promote_types(made, bias.dtype) == bias.dtype:
+            first[f"{prefix}.bias"] = made
+    found = {}
+    for name in plan.names:
+        dtypes = {first.get(parameter) for parameter in name.parameters}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        if dtype is not None and getattr(torch, name.dtype_name).is_floating_point:
+            found[name.name] = dtype
+    return found
 
 
 def refuse_other_shapes(model: torch.nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> None:

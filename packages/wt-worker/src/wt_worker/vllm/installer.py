@@ -26,7 +26,7 @@ from wt_worker.placement.describe import LayerDescription, PlanDescription
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import REPLACED, STRAY, Target, TraceError, unplannable
 from wt_worker.vllm.derived import is_attention, model_reason, refuse, verdict
-from wt_worker.vllm.detached import refuse_detached_views, refuse_other_shapes
+from wt_worker.vllm.detached import refuse_detached_views, refuse_other_shapes, rounded_names
 from wt_worker.vllm.layers import Layer, LayerStates, share_reasons, shared_layers
 from wt_worker.vllm.proof import Proof, live_tensors
 from wt_worker.vllm.reload import LayerwiseReload, loader_error, partial_text, plan_error
@@ -131,7 +131,8 @@ class VLLMInstaller:
         strays = {name.name for name in plan.names if name.problem}
         parameters = [name for name, _ in self._model.named_parameters() if name not in strays]
         known = plan.by_parameter
-        casts, tied = _casts(plan), self._tied(plan)
+        rounded, tied = rounded_names(self._model, plan), self._tied(plan)
+        casts = _casts(plan, rounded)
         return LayerStates(
             plan=plan,
             layers=layers,
@@ -141,6 +142,7 @@ class VLLMInstaller:
                 *sorted(plan.fillable),
             ),
             tied=tied,
+            rounded=rounded,
             expert_maps=[
                 (module, leaf, tensor.clone())
                 for module in self._model.modules()
@@ -317,8 +319,9 @@ class VLLMInstaller:
         """The tensors are in the loader's hands. Raises PlanError where it refuses one."""
         state = self._state_now()
         loaded = []
-        for name, tensor in batch:
+        for name, came in batch:
             plan = state.names[name]
+            tensor = came.to(state.rounded.get(name, came.dtype))
             if self._proof is not None:
                 self._proof.note(plan, tensor)
             replays = [self._replays[each.name] for each in state.layers_of(plan) if each.name in self._replays]
@@ -395,11 +398,16 @@ def _share_memory(live: Mapping[str, torch.Tensor], one: str, other: str) -> boo
     return one in live and other in live and live[one].data_ptr() == live[other].data_ptr() != 0
 
 
-def _casts(plan: Plan) -> dict[str, str]:
-    """By name, the floating dtype of the parameters that it goes to, where all have one and it is declared in another."""
+def _casts(plan: Plan, rounded: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """By name, the floating dtype of the parameters that it goes to, where all have one and it is declared in another.
+
+    For those of `rounded`, it is the dtype that they are rounded to.
+    """
     casts = {}
     for name in plan.names:
         wanted = {plan.by_parameter[copy.parameter].dtype_name for copy in name.copies}
+        if name.name in rounded:
+            wanted = {str(rounded[name.name]).rpartition(".")[2]}
         if name.problem or len(wanted) != 1 or wanted == {name.dtype_name}:
             continue
         dtypes = [getattr(torch, each) for each in (*wanted, name.dtype_name)]

@@ -62,6 +62,7 @@ class LayerStates:
         casts: see `Prepared.casts`.
         untouched: the model's parameters, and buffers that a checkpoint fills, that a round does not write.
         tied: see `Prepared.tied`.
+        rounded: by name, the dtype that its values are rounded to before they are installed.
         expert_maps: (module, attribute, what it was), as when the plan was made.
         prepared: of the last round; None if the next one is installed in another way.
         loaded: with it, the layers that are not written in place.
@@ -81,6 +82,7 @@ class LayerStates:
     untouched: tuple[str, ...]
     expert_maps: list[tuple[torch.nn.Module, str, torch.Tensor]]
     tied: dict[str, str] = field(default_factory=dict)
+    rounded: dict[str, torch.dtype] = field(default_factory=dict)
     prepared: Prepared | None = None
     loaded: list[Layer] = field(default_factory=list)
     bound: Binding | None = None
