@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import threading
 import time
 import traceback
@@ -28,12 +29,16 @@ from wt_common.errors import error_from_wire, error_to_wire
 from wt_common.packing import plan_groups
 from wt_common.session import (
     Abort,
+    Accepted,
     AskState,
     Committed,
     Ended,
     Failed,
     Finishing,
     Go,
+    Held,
+    Hello,
+    Holding,
     Installed,
     Leave,
     Metadata,
@@ -143,9 +148,9 @@ def abort(number, error):
     return Abort(round=number, error=error_to_wire(error))
 
 
-def state(peer):
-    """(open, poisoned), as the worker answers."""
-    peer.send(AskState(round=0))
+def state(peer, repairs=False):
+    """(open, poisoned), as the worker answers; `repairs` announces a finish call without a round."""
+    peer.send(AskState(round=0, repairs=repairs))
     answer = peer.receive(State)
     return answer.open, answer.poisoned
 
@@ -156,6 +161,12 @@ def failure(peer):
     ended = peer.receive(Ended)
     assert failed.round == ended.round
     return error_from_wire(failed.error), ended.touched
+
+
+def hold(peer):
+    """The sender says that it is about to pause the server, and the worker that it has heard it."""
+    peer.send(Held(round=1, held=True))
+    assert peer.receive(Holding) == Holding(round=1, held=True)
 
 
 class Rank:
@@ -232,6 +243,11 @@ class Rank:
         updating.value()
         return installed
 
+    def repair(self):
+        """The sender closes an update that was left open."""
+        state(self.peer, repairs=True)
+        self.books.finish()
+
     def finish(self, number):
         """A good finish; returned are the digests that the worker posted."""
         finishing = self.call(self.books.finish)
@@ -307,7 +323,8 @@ def test_hello_says_who_is_there(make_rank):
     assert (hello.role, hello.engine, hello.rank, hello.size) == ("worker", "inst/3", 1, 2)
     assert (tuple(hello.schema), hello.device, hello.pid) == (SCHEMA, "cpu", os.getpid())
     assert hello.versions["torch"] == torch.__version__
-    assert (hello.open, hello.poisoned) == (False, False)
+    assert (hello.open, hello.poisoned, hello.server) == (False, False, None)
+    assert rank.join(server=3).hello.server == 3
 
 
 @pytest.mark.parametrize(
@@ -405,14 +422,75 @@ def test_init_info_that_cannot_be_read_keeps_its_secret(make_rank, caplog, wrong
 
 
 def test_refused_hello_fails_the_init(rank):
-    """A sender that does not take this rank is the init's error, and there is no session then: the last init counts."""
+    """A sender that does not take this rank is the init's error; the session that was there goes on."""
     refusal = Refused(error=error_to_wire(AgreementError("e0/0 is connected twice", side="trainer")))
     with pytest.raises(AgreementError, match="connected twice") as caught:
         rank.join(reply=refusal)
     assert (caught.value.side, caught.value.phase, caught.value.engine) == ("trainer", "init", "e0/0")
-    rank.books.start()
-    with pytest.raises(StaleSessionError, match="not initialized"):
-        rank.books.update(1, session="any")
+    rank.update(1)
+    rank.finish(1)
+
+
+def test_sender_that_cannot_be_reached_replaces_nobody(rank):
+    """An init that names an address where nobody listens fails; the round in progress goes on, and the sender hears nothing."""
+    rank.update(1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerLostError, match="cannot connect"):
+        rank.books.init(rank.sender.info(dict, session_port=port, timeout_s=0.3))
+    rank.finish(1)
+    assert installed(rank) == NEW
+
+
+def test_sender_that_refuses_leaves_the_round_aborted(rank, open_sender):
+    """A round is over once another sender was told how it left the model; where that one refuses, the earlier one hears it."""
+    rank.update(1)
+    refusing = open_sender(session="2222")
+    init = rank.call(lambda: rank.books.init(refusing.info(dict)))
+    assert refusing.accept(Refused(error=error_to_wire(AgreementError("sealed")))).hello.poisoned
+    with pytest.raises(AgreementError, match="sealed"):
+        init.value()
+    error, touched = failure(rank.peer)
+    assert isinstance(error, StaleSessionError)
+    assert touched
+    rank.repair()
+    rank.update(2)
+    rank.finish(2)
+
+
+def test_hold_that_comes_during_another_init_does_not_count(rank, open_sender):
+    """The next sender's hello says what is held; what the earlier sender says from then on is answered with no."""
+    hold(rank.peer)
+    following = open_sender(session="2222")
+    init = rank.call(lambda: rank.books.init(following.info(dict)))
+    peer, _ = following.challenge()
+    assert peer.receive(Hello).held
+    rank.peer.send(Held(round=2, held=True))
+    assert rank.peer.receive(Holding) == Holding(round=2, held=False)
+    rank.peer.send(Held(round=2, held=False))
+    assert state(rank.peer) == (False, False)
+    assert rank.engine._held
+    peer.send(Accepted())
+    init.value()
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["later init", "shutdown"])
+def test_sender_hears_whether_another_one_has_the_worker(rank, open_sender, replaced):
+    """After a later init, what the earlier sender holds is the new one's; after a shutdown, it is nobody else's."""
+    old = rank.peer
+    rank.join(open_sender(session="2222")) if replaced else rank.engine.shutdown()
+    (leave,) = old.rest()
+    assert leave.replaced is replaced
+
+
+def test_late_end_of_an_earlier_session_touches_nothing(rank, open_sender):
+    """The reader thread of a session that was replaced may be late: the transfer is the new session's by then."""
+    old = rank.engine._session
+    rank.join(open_sender(session="2222"))
+    old._on_lost(PeerLostError("late"))
+    assert rank.engine.ended == []
+    rank.engine._session._on_lost(PeerLostError("now"))
+    assert rank.engine.ended == [True]
 
 
 def test_later_init_tells_the_earlier_sender(rank, open_sender):
@@ -435,7 +513,7 @@ def test_init_ends_the_round_in_progress(rank, open_sender):
     hello = rank.join(open_sender(session="2222")).hello
     assert [type(message) for message in old.rest()] == [Leave]
     assert (hello.open, hello.poisoned) == (True, True)
-    rank.books.finish()
+    rank.repair()
     assert state(rank.peer) == (False, True)
     rank.update(1)
     rank.finish(1)
@@ -627,13 +705,59 @@ def test_senders_deadline_counts(rank):
 
 
 def test_finish_without_a_round_only_closes(rank, make_rank):
-    """An update that was opened in vain is closed without a word to the sender, with a session or without."""
-    for each in (rank, make_rank()):
-        each.books.start()
-        each.books.finish()
-        assert (each.books.open, each.engine._open) == (False, False)
+    """An update that was opened in vain is closed: by a sender that has announced it, or by hand where there is none."""
+    rank.books.start()
+    rank.repair()
+    assert (rank.books.open, rank.engine._open) == (False, False)
     assert state(rank.peer) == (False, False)  # the answer is the first message: nothing was said before it
     assert installed(rank) == OLD
+    alone = make_rank()
+    alone.books.start()
+    alone.books.finish()
+    assert (alone.books.open, alone.engine._open) == (False, False)
+
+
+def test_finish_of_somebody_else_fails(rank, open_sender):
+    """A finish without a round that the connected sender has not announced fails: it would publish somebody else's version."""
+    rank.update(1)
+    rank.join(open_sender(session="2222"))
+    with pytest.raises(StaleSessionError, match="No version is published") as caught:
+        rank.books.finish()
+    assert (caught.value.phase, caught.value.side) == ("finish", "worker")
+    assert state(rank.peer)[0] is rank.books.open is True
+    rank.repair()
+    assert state(rank.peer)[0] is rank.books.open is False
+    with pytest.raises(StaleSessionError, match="No version"):  # the announcement counts once
+        rank.engine.finish_weight_update()
+
+
+def test_announcement_ends_with_the_next_round(rank):
+    """A repair that was announced and not made does not let a later stranger in."""
+    state(rank.peer, repairs=True)
+    rank.update(1)
+    rank.finish(1)
+    with pytest.raises(StaleSessionError):
+        rank.engine.finish_weight_update()
+
+
+def test_finish_of_somebody_else_on_a_rank_that_must_not_raise(silent, caplog, open_sender):
+    """It is logged there, and closes the update as vLLM does: the last rank is the one that fails the call."""
+    caplog.set_level(logging.ERROR)
+    silent.update(1)
+    silent.join(open_sender(session="2222"))
+    silent.books.finish()
+    assert "finish failed on rank 0" in caplog.text
+    assert state(silent.peer)[0] is silent.books.open is False
+
+
+def test_finish_by_hand_after_an_update_that_did_not_commit(rank):
+    """Without a trainer, the first one fails, since it may be the late call of the one that is gone; the next one closes."""
+    rank.update(1)
+    rank.engine.shutdown()
+    with pytest.raises(StaleSessionError, match="did not commit"):
+        rank.books.finish()
+    rank.books.finish()
+    assert rank.books.open is False
 
 
 def test_update_before_any_init_is_refused(make_rank):
@@ -1168,8 +1292,72 @@ def test_finish_after_a_failed_update_only_closes(rank):
             updating.value()
         _mend(rank)
         rank.books.start()
-        rank.books.finish()
+        rank.repair()
         assert state(rank.peer)[0] is False
+
+
+PARTS = {
+    name: metadata_digest([(name, dtype, tuple(shape), 0)])
+    for name, dtype, shape in zip(NAMES, DTYPES, SHAPES, strict=True)
+}
+
+
+@pytest.fixture
+def poisoned(make_rank):
+    """A rank that takes rounds of a part of its parameters; one of all failed after the first of them."""
+    rank = make_rank()
+    rank.join(check_cover=False)
+    _break_between(rank)
+    updating = rank.begin(1)
+    assert failure(rank.peer)[1]
+    with pytest.raises(OSError, match="on purpose"):
+        updating.value()
+    _mend(rank)
+    return rank
+
+
+def part(rank, number, name):
+    """A good round of this parameter alone; whether the worker said that something stays half-written."""
+    rank.books.start()
+    updating = rank.call(lambda: rank.books.update(number, digest=PARTS[name]))
+    place = NAMES.index(name)
+    rank.agree(metadata_of(number, names=[name], dtype_names=[DTYPES[place]], shapes=[SHAPES[place]]))
+    rank.peer.send(go(number))
+    message = rank.peer.receive(Installed)
+    updating.value()
+    rank.finish(number)
+    return message.poisoned
+
+
+def test_poison_stays_until_all_that_was_touched_is_written(poisoned):
+    """Rounds of parts repair the model together; each says before its verdict whether something is left."""
+    assert part(poisoned, 2, "a")
+    assert state(poisoned.peer) == (False, True)
+    assert part(poisoned, 3, "a")
+    assert not part(poisoned, 4, "b")
+    assert state(poisoned.peer) == (False, False)
+
+
+def test_full_round_repairs_at_once(poisoned):
+    """It says so before its verdict."""
+    assert not poisoned.update(2).poisoned
+    poisoned.finish(2)
+    assert state(poisoned.peer) == (False, False)
+
+
+def test_poison_of_another_model_stays(poisoned):
+    """A round of the target does not repair a draft, nor the other way round: the worker says that something is left."""
+    draft = torch.nn.Module()
+    for name, parameter in poisoned.engine.model.named_parameters():
+        draft.register_parameter(name, torch.nn.Parameter(parameter.clone(), requires_grad=False))
+    poisoned.engine.set_weight_update_target(draft, None)
+    assert poisoned.update(2).poisoned
+    poisoned.finish(2)
+    poisoned.engine.reset_weight_update_target()
+    assert state(poisoned.peer) == (False, True)
+    assert not poisoned.update(3).poisoned
+    poisoned.finish(3)
+    assert state(poisoned.peer) == (False, False)
 
 
 def test_interrupt_ends_the_round_and_stays_an_interrupt(rank, silent):
@@ -1314,7 +1502,7 @@ def test_abort_is_a_verdict(rank):
         finishing.value()
     assert (caught.value.phase, caught.value.engine) == ("finish", "e0/0")
     assert state(rank.peer) == (rank.books.open, True) == (True, True)
-    rank.books.finish()  # closes it
+    rank.repair()
     assert state(rank.peer) == (rank.books.open, True) == (False, True)
     rank.update(2)
     rank.finish(2)
@@ -1467,13 +1655,13 @@ def test_init_of_a_rank_that_must_not_raise(silent, caplog, sender):
     silent.books.init(sender.info(dict, schema=[9, 0]))
     assert "the other 9.0" in caplog.text
     assert state(silent.peer) == (False, False), "the session that was there goes on"
+    peer = silent.peer
     silent.join(reply=Refused(error=error_to_wire(AgreementError("connected twice"))))
+    silent.peer = peer
     assert "connected twice" in caplog.text
     assert caplog.text.count("init failed on rank 0; the last rank reports it") == 3
-    silent.books.start()
-    silent.books.update(1, session="any")
-    assert "not initialized" in caplog.text
-    silent.books.finish()
+    silent.update(1)
+    silent.finish(1)
 
 
 # --- questions and the end -------------------------------------------------------------------------------------
@@ -1514,7 +1702,7 @@ def test_shutdown_in_a_round_ends_it(rank):
     rank.engine.shutdown()
     assert rank.engine.ended[0] is False
     assert rank.engine.ended[-1] is True
-    assert rank.engine._poisoned_by
+    assert rank.engine._half_written
 
 
 def test_update_info_names_the_round(rank):

@@ -30,6 +30,7 @@ from wt_common.session import (
     Go,
     Held,
     Hello,
+    Holding,
     Leave,
     Ready,
     Refused,
@@ -72,7 +73,7 @@ def connecting(in_thread):
     """Starts to connect to a sender; a session that comes of it is left with the test."""
     starting = []
 
-    def start(sender, state=lambda: (False, False), on_held=lambda held: None, **fields):
+    def start(sender, state=lambda: (False, False), on_held=lambda session, held: True, **fields):
         starting.append(in_thread(lambda: WorkerSession.connect(sender.info(**fields), HELLO, state, on_held)))
         return starting[-1]
 
@@ -456,11 +457,17 @@ def test_reader_ends_whoever_gets_its_descriptor(join, until):
 
 
 def test_sender_says_whether_it_holds_the_server(join):
-    """What the sender says of it is passed on, in a round and between rounds."""
-    heard = []
-    session, peer = join(on_held=heard.append)
+    """What the sender says of it is passed on, in a round and between rounds; it hears whether a hold counts."""
+    heard, counts = [], [True, False]
+
+    def on_held(session, held):
+        heard.append((session, held))
+        return counts.pop(0)
+
+    session, peer = join(on_held=on_held)
     peer.send(Held(round=1, held=True))
+    assert peer.receive() == Holding(round=1, held=True)
     peer.send(Held(round=1, held=False))
     fence(peer)
-    assert heard == [True, False]
+    assert heard == [(session, True), (session, False)]
     assert session.round is None

@@ -18,7 +18,8 @@ class SessionInitInfo(WeightTransferInitInfo):
     `session_address` and `session_port` are where the sender listens, as the workers reach it; `session_secret` is the
     hex key of the handshake; `session` names this session; `schema` is the wire schema; `timeout_s` bounds the whole
     round in seconds; `check_cover` refuses a round that loads only part of a layer; `verify` says what is digested (one of
-    `VERIFY`); `probe` asks whether a live session is there, without replacing it.
+    `VERIFY`); `probe` asks whether a live session is there, without replacing it; `server` is the client's number of the server
+    that gets this info, which the worker's hello repeats; None where the client does not number its servers.
     """
 
     session_address: str
@@ -30,6 +31,7 @@ class SessionInitInfo(WeightTransferInitInfo):
     check_cover: bool = True
     verify: str = "full"
     probe: bool = False
+    server: int | None = None
 
     def __post_init__(self) -> None:
         self.schema = tuple(self.schema)  # type: ignore[assignment]  # JSON has lists only

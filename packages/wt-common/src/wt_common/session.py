@@ -52,6 +52,7 @@ __all__ = [
     "Go",
     "Held",
     "Hello",
+    "Holding",
     "Installed",
     "Joined",
     "Leave",
@@ -177,7 +178,7 @@ class Hello(Message):
     vLLM believes an update to be in progress on this rank; `poisoned` that an earlier round left the model half-written; `held`
     that an earlier sender has paused the server and not said that it resumed it; `can_sleep` that weights may leave its memory
     between rounds, as far as it knows. `settings` are what all members of a
-    communicator must have alike, as far as the backend knows.
+    communicator must have alike, as far as the backend knows. `server` is that of the init info.
 
     `load_format` says how the server got its first weights, where that is known; with `dummy` they are random. Engines with
     the same `shares_model`, unless that is empty, hold one model together: each has some of its experts.
@@ -200,6 +201,7 @@ class Hello(Message):
     settings: dict[str, str] = field(default_factory=dict)
     load_format: str = ""
     shares_model: str = ""
+    server: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,12 +224,22 @@ class Refused(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Message):
-    """L: it is about to pause the workers' servers for round `round` (`held`), or has resumed them.
+    """L: it is about to pause the worker's server for round `round` (`held`), or has seen it run again.
 
-    A worker remembers it for the next sender: this one may die in between, and nobody else knows that the server should run.
+    A worker remembers it for the next sender: this one may die in between, and nobody else knows that the server should run. It
+    answers a `held` that is True with `Holding`; before that, L pauses nothing.
     """
 
     type = "held"
+    round: int
+    held: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding(Message):
+    """C: the next sender will hear that L holds this server; not so (`held` is False), where one is connecting already."""
+
+    type = "holding"
     round: int
     held: bool
 
@@ -467,8 +479,9 @@ class Enter(Message):
 class Installed(Message):
     """C: the model holds the round's weights and could serve them.
 
-    `num_bytes` is what this rank received, `buffer_bytes` what it took for that, beside the model's own memory. `not_synced`
-    names what of the model was not written, now that it is known.
+    `num_bytes` is what this rank received, `buffer_bytes` what it took for that, beside the model's own memory. `poisoned` says
+    that an earlier round has left something half-written on this rank, in this model or in another, and that this one does not
+    write it. `not_synced` names what of the model was not written, now that it is known.
     """
 
     type = "installed"
@@ -477,6 +490,7 @@ class Installed(Message):
     seconds: dict[str, float]
     not_synced: list[str]
     buffer_bytes: int = 0
+    poisoned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -561,10 +575,15 @@ class Ended(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskState(Message):
-    """L, after a failed round: say in which state you are. Answered at once, also while a call runs."""
+    """L, after a failed round: say in which state you are. Answered at once, also while a call runs.
+
+    `repairs` announces that L's next finish call belongs to no round: it closes an update that was left open. Without that, a
+    worker takes a finish call without a round for somebody else's, and fails it.
+    """
 
     type = "ask_state"
     round: int
+    repairs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -579,10 +598,11 @@ class State(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Message):
-    """C: it closes this connection on purpose, because of `error` (a later init, or a shutdown)."""
+    """C: it closes this connection on purpose, because of `error`: a later init (`replaced`), or a shutdown."""
 
     type = "leave"
     error: dict[str, Any]
+    replaced: bool = False
 
 
 _MESSAGES: dict[str, type[Message]] = {
@@ -609,6 +629,7 @@ _MESSAGES: dict[str, type[Message]] = {
         Placed,
         Position,
         Held,
+        Holding,
         Joined,
         Ready,
         Refused,

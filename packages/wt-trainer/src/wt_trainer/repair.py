@@ -13,6 +13,9 @@ others':
 
 In all, the last rank alone raises, so that the executor's replies stay in step. A call that the other ranks refuse would shift
 them for good; it is never made.
+
+A worker fails a finish without a round, since it may be the late call of a trainer that was replaced. So one that repairs is
+announced on the session.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ def close_left_open(session: Session, round_: Round, client: VLLMWeightSyncClien
         if not calls:
             return
         for name in calls:
+            if name == "finish_weight_update":
+                _ask(session, round_, repairs=True)
             round_.run(name, getattr(client, name), may_fail=True).join()
     still_open = [engine for engine, ranks in _open_flags(session, round_).items() if any(ranks)]
     if still_open:
@@ -49,15 +54,20 @@ def close_left_open(session: Session, round_: Round, client: VLLMWeightSyncClien
 
 def _open_flags(session: Session, round_: Round) -> dict[str, list[bool]]:
     """Per engine, whether each rank has an update open, as the ranks themselves know."""
+    states = _ask(session, round_)
+    flags: dict[str, list[bool]] = {}
+    for peer in session.workers:
+        flags.setdefault(peer.hello.engine, []).append(states[peer.key].open)
+    return flags
+
+
+def _ask(session: Session, round_: Round, *, repairs: bool = False) -> dict[tuple[str, str, int], State]:
+    """Every worker's state; with `repairs`, all of them know that the next finish call without a round is ours."""
     workers = session.workers
     with round_.changed:
         round_.posts.pop(State, None)
-    session.send(workers, AskState(round=round_.number))
-    states = round_.collect(State, workers)
-    flags: dict[str, list[bool]] = {}
-    for peer in workers:
-        flags.setdefault(peer.hello.engine, []).append(states[peer.key].open)
-    return flags
+    session.send(workers, AskState(round=round_.number, repairs=repairs))
+    return round_.collect(State, workers)
 
 
 def _repair_calls(flags: dict[str, list[bool]]) -> list[str]:

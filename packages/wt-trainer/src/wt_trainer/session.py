@@ -29,6 +29,7 @@ from wt_common.session import (
     Ended,
     Failed,
     Hello,
+    Holding,
     Leave,
     Message,
     Placed,
@@ -65,12 +66,14 @@ class Peer:
     """One connected process: a worker rank, or another trainer rank.
 
     `placed` has what a worker said last of parameters; they are named by their metadata's digest, and whether they are a draft's.
+    `replaced` says that it has left for another trainer.
     """
 
     hello: Hello
     connection: Connection
     lost: Exception | None = None
     placed: dict[tuple[str, bool], Placed] = field(default_factory=dict)
+    replaced: bool = False
 
     def keep(self, key: tuple[str, bool], placed: Placed) -> None:
         """The worker is ready for `key` now, with `placed`; what it has not used for long is forgotten.
@@ -411,6 +414,7 @@ class Session:
             self.store.receive(message, origin=peer)
             return
         if isinstance(message, Leave):
+            peer.replaced = message.replaced
             self._on_lost(peer, error_from_wire(message.error))
             return
         number = getattr(message, "round", None)
@@ -431,7 +435,7 @@ class Session:
         if isinstance(message, Failed) and not peer.is_worker:
             logger.warning("%s failed when round %d was over: %s", peer, message.round, message.error.get("message"))
         if not isinstance(
-            message, (Credit, DigestedAgain, Ended, Failed, Position, Sent, State)
+            message, (Credit, DigestedAgain, Ended, Failed, Holding, Position, Sent, State)
         ):  # those need no answer: their sender waits for nothing
             stale = StaleSessionError(f"round {number} is over (session {self.id})", side=Side.TRAINER, round=number)
             self.notify([peer], Abort(round=int(number or 0), error=error_to_wire(stale)))

@@ -188,11 +188,22 @@ class Connection:
                 self._sock.close()
 
 
-def connect(address: str, port: int, *, secret: str, session: str | None, hello: Hello, timeout_s: float) -> Connection:
+def connect(
+    address: str,
+    port: int,
+    *,
+    secret: str,
+    session: str | None,
+    hello: Hello,
+    timeout_s: float,
+    renew: Callable[[Hello], Hello] = lambda hello: hello,
+) -> Connection:
     """A connection to the sender that serves `session`: both have proved that they know the secret, the hello is taken.
 
     The sender listens before it says which session it serves, and until its list is sealed. So a port that refuses us ends this
     at once. Where `session` is None nobody has said so yet, and the sender may still be on its way: it is waited for.
+
+    `renew` gives the hello that is sent, when it is known that the sender is there: by then the state may be another one.
 
     Raises:
         PeerLostError: nobody listens there, or it does not let us in within `timeout_s` (10 s at most where `session` is given).
@@ -204,7 +215,7 @@ def connect(address: str, port: int, *, secret: str, session: str | None, hello:
         try:
             left = max(_RETRY_S, deadline - time.monotonic())
             connection = Connection(socket.create_connection((address, port), timeout=left))
-            _handshake(connection, secret, session, hello, deadline)
+            _handshake(connection, secret, session, lambda: renew(hello), deadline)
         except (OSError, PeerLostError, RoundTimeoutError) as exc:
             if connection is not None:
                 connection.close()
@@ -241,13 +252,15 @@ def _explain(exc: Exception, *, was_reached: bool) -> str:
     return "master_address must be an address of the sender that this process reaches, and no firewall may drop its master_port"
 
 
-def _handshake(connection: Connection, secret: str, session: str | None, hello: Hello, deadline: float) -> None:
+def _handshake(
+    connection: Connection, secret: str, session: str | None, hello: Callable[[], Hello], deadline: float
+) -> None:
     auth, expected = answer_challenge(_expect(connection, Challenge, deadline), secret=secret, session=session)
     connection.send(auth)
     if not hmac.compare_digest(_expect(connection, Welcome, deadline).proof, expected):
         raise AgreementError(f"session: whoever listens on {connection.peer} does not know the secret", phase="init")
     connection.trust()
-    connection.send(hello)
+    connection.send(hello())
     reply = connection.receive(deadline)
     if isinstance(reply, Refused):
         raise error_from_wire(reply.error)

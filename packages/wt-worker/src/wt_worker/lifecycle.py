@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
@@ -45,6 +46,7 @@ from wt_worker.engine import WeightTransferEngine
 from wt_worker.identity import Identity
 from wt_worker.installers import choose_installer
 from wt_worker.installers.base import Installer, Prepared
+from wt_worker.placement.plan import Plan
 from wt_worker.placement.writer import RoundWriter, WriterCache
 from wt_worker.round import Round
 from wt_worker.session import WorkerSession
@@ -131,9 +133,16 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._writer_cache = WriterCache()
         self._known: dict[tuple[int, str], _Known] = {}  # by the target model's id and the digest, the latest last
         self._open = False
-        # By the target model's id, the digests of the metadata of rounds that left it half-written.
-        self._poisoned_by: dict[int, set[str]] = {}
+        # Whether an update that came since the last start did not commit: the finish call for it may still be on its way.
+        self._is_void = False
+        # By the target model's id, and the digest of the metadata of a round that left it half-written: the parameters which that
+        # round may have touched, and which no round has written as a whole since.
+        self._half_written: dict[int, dict[str, frozenset[str]]] = {}
         self._held = False
+        self._server: int | None = None  # as the client numbers them
+        # What a session's reader thread says counts while that session is the current one, which `_current` guards.
+        self._current = threading.Lock()
+        self._speaker: WorkerSession | None = None  # whose word counts: none while another session begins
         self._digest = ""  # of the metadata of the round in progress, or of the last
         self._not_synced: tuple[str, ...] = ()  # by the last round that was installed
         # By the target model's id, what no round has written since the server was started with random weights.
@@ -177,6 +186,9 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
     def init_transfer_engine(self, init_info: TSessionInitInfo) -> None:
         """Connected to the sender that `init_info` names; any earlier session is over, its round aborted.
 
+        Where that sender cannot be reached, or refuses this rank, the earlier session goes on. Its round is aborted only when the
+        new sender has proved that it is there.
+
         Raises:
             AgreementError: the schemas differ, the sender refuses this rank, or a `probe` found a live session.
             PeerLostError: the sender cannot be reached.
@@ -187,22 +199,13 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             check_schema(init_info.schema)
             if init_info.probe:
                 self._refuse_if_live()
-            self._leave(
-                StaleSessionError("a later init replaced this session; call trainer_init again", side=Side.WORKER)
-            )
-            self._session = WorkerSession.connect(
-                init_info,
-                self._hello(),
-                lambda: (self._open, bool(self._poisoned_by)),
-                self._on_held,
-                self._release,
-            )
-            self._init_info = init_info
+            self._replace_session(init_info)
 
     def start_weight_update(self) -> None:
         """An update is open. Layers are prepared when the weights come, so an update that never comes costs nothing."""
         self._abandon_round()
         self._open = True
+        self._is_void = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As in the base class, except that only the engine's last rank raises."""
@@ -228,16 +231,20 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             raise
 
     def finish_weight_update(self) -> None:
-        """The update is closed, the round committed. Without a round, the update is closed and nothing else happens.
+        """The update is closed, the round committed.
+
+        Without a round, the update is closed and nothing else happens: where the connected sender has announced that it repairs,
+        or where none is connected and no update has come since the start. Any other call is somebody else's, and late.
 
         Raises:
             WeightTransferError: the verdict is not `Committed`, or did not come in time.
+            StaleSessionError: there is no round that this could finish, so that no version may be published.
         """
         with self._only_last_rank_raises(Phase.FINISH):
             session = self._session
             round_ = None if session is None else session.round
             if session is None or round_ is None:
-                self._open = False
+                self._finish_without_round(session)
                 return
             try:
                 self._await_verdict(session, round_)
@@ -247,6 +254,21 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 raise
             self._commit(session)
             self._open = False
+
+    def _finish_without_round(self, session: WorkerSession | None) -> None:
+        is_live = session is not None and session.lost is None
+        is_ours = session.take_repair() if session is not None and is_live else not self._is_void
+        self._is_void = False  # by hand, the next one closes
+        # vLLM closes the update only where finish returns.
+        self._open = self._raises and not is_ours
+        if not is_ours:
+            why = (
+                "expected the connected trainer's own call after an update, got one of a trainer that was replaced, or of a "
+                "round that has failed. No version is published"
+                if is_live
+                else "the update before it did not commit. No version is published; call it again to close the update"
+            )
+            raise StaleSessionError(f"finish_weight_update without a round: {why}", side=Side.WORKER)
 
     def shutdown(self) -> None:
         """The session is left, its round aborted; the model can serve. May be called at any time and again."""
@@ -326,6 +348,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
                 buffer_bytes=round_.buffer_bytes,
                 seconds=round_.seconds,
                 not_synced=list(result.not_synced),
+                poisoned=bool(self._left_half_written()),
             )
         )
 
@@ -348,13 +371,25 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         in_hand, self._in_hand = self._in_hand, None
         if in_hand is not None:
             in_hand.installer.commit()
-        # What a failed round left in this model is mended by a whole round, or by one of the same parameters.
-        left = self._poisoned_by.pop(id(self.model), set()) - {self._digest}
-        if left and self._not_synced:
-            self._poisoned_by[id(self.model)] = left
+        self._half_written = self._left_half_written(in_hand)
         if self._load_format == "dummy":
             self._unset[id(self.model)] = self._unset_names(self._not_synced)
         self.last_outcome = Outcome.COMMITTED
+
+    def _left_half_written(self, in_hand: _InHand | None = None) -> dict[int, dict[str, frozenset[str]]]:
+        """What stays half-written, by model, when the round in hand commits.
+
+        A failed round is repaired by one with the same parameters, or by rounds that together write as a whole all that it may
+        have touched.
+        """
+        in_hand = in_hand or self._in_hand
+        left = dict(self._half_written)
+        rounds = left.pop(id(self.model), {})
+        if in_hand is not None and rounds:
+            written = frozenset(_written_whole(in_hand.prepared.binding.plan, self._not_synced))
+            rounds = {digest: names - written for digest, names in rounds.items() if digest != self._digest}
+            rounds = {digest: names for digest, names in rounds.items() if names}
+        return {**left, id(self.model): rounds} if rounds else left
 
     @property
     def _load_format(self) -> str:
@@ -487,8 +522,10 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             touched = in_hand is not None and in_hand.installer.abort()
         except Exception:
             logger.exception("the model could not be restored after a failed round: restart this engine")
-        if touched:
-            self._poisoned_by.setdefault(id(self.model), set()).add(self._digest)
+        self._is_void = True
+        if touched and in_hand is not None:
+            names = _may_be_touched(in_hand.prepared.binding.plan)
+            self._half_written.setdefault(id(self.model), {})[self._digest] = names
         self.last_outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
         return touched
 
@@ -521,13 +558,64 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         self._end_transfer(failed=True)
         self._writer_cache.clear()  # its programs hold buffers that are gone, and groups of other bounds
 
+    def _replace_session(self, init_info: TSessionInitInfo) -> None:
+        """The session is one with the sender of `init_info`; where that fails, it is the one before."""
+        before = self._session
+        reason = StaleSessionError("a later init replaced this session; call trainer_init again", side=Side.WORKER)
+        ended: list[Ended] = []
+        server, self._server = self._server, init_info.server
+
+        def renew(_: Hello) -> Hello:
+            with self._current:
+                # The hello says what is held: nothing more may be, until it is known whom it belongs to.
+                self._speaker = None
+            round_ = None if before is None else before.round
+            if round_ is not None:
+                ended.append(Ended(round=round_.number, touched=self._abandon_round()))
+            return self._hello()
+
+        try:
+            session = WorkerSession.connect(
+                init_info,
+                self._hello(),
+                lambda: (self._open, bool(self._half_written)),
+                self._on_held,
+                self._on_idle_lost,
+                renew,
+            )
+        except BaseException:
+            self._server = server
+            with self._current:
+                self._speaker = before
+            if before is not None:
+                for each in ended:
+                    before.notify(Failed(round=each.round, error=error_to_wire(reason)))
+                    before.notify(each)
+            raise
+        self._set_session(session)
+        self._init_info = init_info
+        if before is not None:
+            before.leave(reason, replaced=True)
+
     def _leave(self, reason: WeightTransferError) -> None:
         self._abandon_round()
-        self._release()
+        session = self._session
+        self._set_session(None)
+        if session is not None:
+            session.leave(reason)
+
+    def _set_session(self, session: WorkerSession | None) -> None:
+        """It is the current one, and nothing of the one before is left."""
+        with self._current:
+            self._session = self._speaker = session
+            self._release()
         self._known.clear()
-        if self._session is not None:
-            self._session.leave(reason)
-            self._session = None
+
+    def _on_idle_lost(self, session: WorkerSession) -> None:
+        """On the reader thread of `session`, which may be late: then the transfer is another session's."""
+        with self._current:
+            if session is self._session:
+                self._release()
 
     def _hello(self) -> Hello:
         return Hello(
@@ -542,11 +630,12 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             versions=self._versions(),
             settings=self._settings(),
             open=self._open,
-            poisoned=bool(self._poisoned_by),
+            poisoned=bool(self._half_written),
             held=self._held,
             can_sleep=self._can_sleep(),
             load_format=self._load_format,
             shares_model=self._shares_model(),
+            server=self._server,
         )
 
     def _shares_model(self) -> str:
@@ -563,8 +652,13 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         flags = [getattr(config, name, None) for name in ("enable_sleep_mode", "enable_cumem_allocator")]
         return any(flags) or flags[0] is None
 
-    def _on_held(self, held: bool) -> None:
-        self._held = held
+    def _on_held(self, session: WorkerSession, held: bool) -> bool:
+        """On the reader thread of `session`; returns whether its word counts."""
+        with self._current:
+            counts = session is self._speaker
+            if counts:
+                self._held = held
+            return counts
 
     @contextmanager
     def _only_last_rank_raises(self, phase: Phase) -> Iterator[None]:
@@ -576,3 +670,20 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             if self._raises:
                 raise
             logger.exception("%s failed on rank %d; the last rank reports it", phase, self._rank)
+
+
+def _may_be_touched(plan: Plan) -> frozenset[str]:
+    """The model's parameters that a round of `plan` writes, or may write."""
+    return frozenset(each.name for each in plan.parameters if each.num_written != 0)
+
+
+def _written_whole(plan: Plan, not_synced: tuple[str, ...]) -> Iterator[str]:
+    """The model's parameters that a round of `plan` has written, all that a checkpoint has of them."""
+    for each in plan.parameters:
+        num_written = each.num_written
+        if num_written is None:
+            is_whole = each.name not in not_synced
+        else:
+            is_whole = num_written >= each.num_expected or (each.is_optional and num_written > 0)
+        if is_whole:
+            yield each.name

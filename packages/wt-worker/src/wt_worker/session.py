@@ -10,7 +10,7 @@ from contextlib import suppress
 from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
 from wt_common.broadcast import SessionInitInfo
 from wt_common.errors import error_from_wire, error_to_wire
-from wt_common.session import Abort, AskState, Enter, Go, Held, Hello, Leave, Message, State, StoreSet
+from wt_common.session import Abort, AskState, Enter, Go, Held, Hello, Holding, Leave, Message, State, StoreSet
 from wt_worker.connection import Connection, connect
 from wt_worker.round import Round
 from wt_worker.store import RendezvousStore
@@ -33,8 +33,8 @@ class WorkerSession:
         connection: Connection,
         info: SessionInitInfo,
         state: Callable[[], tuple[bool, bool]],
-        on_held: Callable[[bool], None],
-        on_lost: Callable[[], None] = lambda: None,
+        on_held: Callable[[WorkerSession, bool], bool],
+        on_lost: Callable[[WorkerSession], None] = lambda _: None,
     ) -> None:
         self.id = info.session
         self.changed = threading.Condition()
@@ -43,6 +43,7 @@ class WorkerSession:
         self.last_round = 0
         self._early_abort: Abort | None = None  # of a round whose update call is still on its way
         self.lost: WeightTransferError | None = None
+        self._repairs = False  # whether the sender has announced a finish call without a round
         self.started = time.monotonic()
         self.local_address = connection.local_address
         self._connection = connection
@@ -61,13 +62,16 @@ class WorkerSession:
         info: SessionInitInfo,
         hello: Hello,
         state: Callable[[], tuple[bool, bool]],
-        on_held: Callable[[bool], None],
-        on_lost: Callable[[], None] = lambda: None,
+        on_held: Callable[[WorkerSession, bool], bool],
+        on_lost: Callable[[WorkerSession], None] = lambda _: None,
+        renew: Callable[[Hello], Hello] = lambda hello: hello,
     ) -> WorkerSession:
         """A session with the sender that `info` names.
 
-        On the reader thread, `state()` is asked for (open, poisoned), `on_held` hears whether the sender holds the server, and
-        `on_lost` that it is gone, if that was not in a round.
+        `renew` gives the hello that is sent, once the sender has proved itself. On the reader thread, `state()` is asked for
+        (open, poisoned), `on_held` hears whether the sender holds the server, and says whether that counts, and `on_lost` hears
+        that the sender is gone, if that was not in a round. The last two get the session that they belong to: it may be over by
+        then.
 
         Raises:
             PeerLostError: nobody listens there, or it does not let us in within 10 s.
@@ -80,6 +84,7 @@ class WorkerSession:
             session=info.session,
             hello=hello,
             timeout_s=info.timeout_s,
+            renew=renew,
         )
         return cls(connection, info, state, on_held, on_lost)
 
@@ -97,6 +102,7 @@ class WorkerSession:
                     round=number,
                 )
             self.last_round = number
+            self._repairs = False
             self.round = Round(number, self._timeout_s, self.changed)
             if self._early_abort is not None and self._early_abort.round == number:
                 self.round.fail(error_from_wire(self._early_abort.error), told=True)
@@ -109,6 +115,12 @@ class WorkerSession:
         with self.changed:
             self.round = None
 
+    def take_repair(self) -> bool:
+        """Whether the sender has announced a finish call without a round. It counts once."""
+        with self.changed:
+            repairs, self._repairs = self._repairs, False
+            return repairs
+
     def send(self, message: Message) -> None:
         """Send `message`; raises `WeightTransferError` when the sender is gone or not reading."""
         self._connection.send(message)
@@ -118,10 +130,10 @@ class WorkerSession:
         with suppress(WeightTransferError):
             self._connection.send(message, timeout_s=_NOTIFY_S)
 
-    def leave(self, reason: WeightTransferError) -> None:
-        """Tell the sender why, and close the connection. Idempotent."""
+    def leave(self, reason: WeightTransferError, *, replaced: bool = False) -> None:
+        """Tell the sender why, and whether another one has the worker now; close the connection. Idempotent."""
         if self.lost is None:
-            self.notify(Leave(error=error_to_wire(reason)))
+            self.notify(Leave(error=error_to_wire(reason), replaced=replaced))
         self._connection.close()
 
     def _publish(self, message: StoreSet, origin: object) -> None:
@@ -133,9 +145,14 @@ class WorkerSession:
             self.store.receive(message, origin=self)
             return
         if isinstance(message, Held):
-            self._on_held(message.held)
+            counts = self._on_held(self, message.held)
+            if message.held:
+                self.notify(Holding(round=message.round, held=counts))
             return
         if isinstance(message, AskState):
+            if message.repairs:
+                with self.changed:
+                    self._repairs = True
             is_open, is_poisoned = self._state()
             self.notify(State(round=message.round, open=is_open, poisoned=is_poisoned))
             return
@@ -163,4 +180,4 @@ class WorkerSession:
                 round_.fail(PeerLostError(self.lost.message, side=Side.WORKER), told=True)
             self.changed.notify_all()
         if round_ is None:
-            self._on_lost_idle()
+            self._on_lost_idle(self)
