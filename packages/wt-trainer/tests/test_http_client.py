@@ -246,6 +246,50 @@ def test_call_is_one_post_to_every_server(servers, call, count):
         assert request.headers.get("Content-Type") == ("application/json" if body else None)
 
 
+def test_init_says_which_server_gets_it(servers):
+    """An init info with a `server` gets the server's place in the list; another one is handed on as it is."""
+    made = servers(3)
+    client_of(*made).init_weight_transfer_engine({"port": 1, "server": None})
+    assert [server.requests[0].json for server in made] == [
+        {"init_info": {"port": 1, "server": place}} for place in range(3)
+    ]
+
+
+def test_one_server_can_be_paused_labelled_and_resumed(servers):
+    """Calls that name a server reach that one alone."""
+    made = servers(2)
+    made[1].script["/weight_info"] = (200, {"weight_version": "v1"})
+    client = client_of(*made, pause="wait")
+    assert client.servers() == [server.url for server in made]
+    assert client.running() == [0, 1]
+    client.pause_server(1)
+    assert client.running() == [0]
+    assert client.label(1, within=1) == "v1"
+    client.set_label(1, "v2", within=1)
+    client.resume_server(1, within=1)
+    assert made[1].posts() == ["/pause", "/update_weight_version", "/resume"]
+    assert made[1].requests[2].query == {"mode": "wait"}
+    assert made[1].requests[-2].json == {"new_version": "v2"}
+    assert made[0].posts() == []
+
+
+def test_server_before_labels_has_none(server):
+    """A server that lacks the route publishes no version; any other failure is one."""
+    server.script["/weight_info"] = (404, {})
+    assert client_of(server).label(0, within=1) is None
+    server.script["/weight_info"] = (500, {})
+    with pytest.raises(TransportError):
+        client_of(server).label(0, within=1)
+
+
+def test_one_servers_calls_are_made_after_a_bound(server):
+    """A round that has used up its time still labels and resumes its servers."""
+    client = client_of(server)
+    with client.bounded(0):
+        client.resume_server(0, within=1)
+    assert server.posts() == ["/resume"]
+
+
 def test_draft_updates_start_on_another_route(server):
     """Within `draft()` an update is opened on the draft model; the other calls are the same, and it ends with an error too."""
     client = client_of(server)
@@ -591,8 +635,7 @@ def test_paused_brackets_nest(server):
 def test_server_that_is_known_to_be_awake_is_not_asked(server):
     """Where nobody's weights can sleep, one question does."""
     server.paused = True
-    with client_of(server).paused(may_sleep=False):
-        pass
+    assert client_of(server).running(may_sleep=False) == []
     assert [request.path for request in server.requests] == ["/is_paused"]
 
 

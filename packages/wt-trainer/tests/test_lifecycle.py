@@ -39,6 +39,7 @@ from wt_common.session import (
     Finishing,
     Go,
     Held,
+    Holding,
     Installed,
     Metadata,
     Placed,
@@ -142,6 +143,8 @@ class ToyWorker:
         self.touched = False  # what it answers to an abort; None is no answer
         self.knows = set()
         self.casts = {}
+        self.poisoned = False  # whether it says that something stays half-written
+        self.announced = []  # for each question, whether it announced a repair
         self.heard = []  # every message but questions, in order
         self.inbox = queue.Queue()
         self.over = threading.Event()
@@ -152,10 +155,13 @@ class ToyWorker:
             while True:
                 message = self.peer.receive()
                 if isinstance(message, AskState):
+                    self.announced.append(message.repairs)
                     self.peer.send(State(round=message.round, open=self.open, poisoned=False))
                     continue
                 self.heard.append(message)
                 self.inbox.put(message)
+                if isinstance(message, Held) and message.held:
+                    self.peer.send(Holding(round=message.round, held=True))
                 if isinstance(message, Abort) and self.touched is not None:
                     self.peer.send(Ended(round=message.round, touched=self.touched))
         except (EOFError, OSError):
@@ -186,7 +192,8 @@ class ToyWorker:
         self.place(number, digest)
         self.peer.send(Ready(round=number, knows_metadata=True, casts=self.casts))
         self.go = self.take(Go)
-        self.peer.send(Installed(round=number, num_bytes=11, seconds={"receive": 0.5}, not_synced=["c"]))
+        seconds = {"receive": 0.5}
+        self.peer.send(Installed(round=number, num_bytes=11, seconds=seconds, not_synced=["c"], poisoned=self.poisoned))
 
     def place(self, number, digest):
         count = len(self.metadata.names)
@@ -288,36 +295,30 @@ class ServingClient(ToyClient):
     def world_size(self):
         return self.size
 
-    def weight_version(self):
-        self._begin("version")
+    def servers(self):
+        return ["a"]
+
+    def label(self, server, *, within):
         return self.version
 
-    def set_weight_version(self, version):
-        self.version = version
+    def set_label(self, server, label, *, within):
+        self.version = label
 
-    def mark(self, suffix):
-        self._begin("version")
-        if self.version is None:
-            raise TransportError("no label")
-        self.version = self.version.removesuffix(suffix) + suffix
-
-    def resume(self):
-        self.calls.append("resume all")
-
-    @contextmanager
-    def paused(self, mode=None, *, before=None, may_sleep=True):
+    def running(self, *, may_sleep=True):
         self._begin("pause")
         self.may_sleep = may_sleep
-        before()
+        return [] if self.held else [0]
+
+    def pause_server(self, server):
         self.held = True
-        servers = ["a"]
-        try:
-            yield servers
-        finally:
-            self.held = False
-            if servers:
-                self.calls.append("resume")
-                servers.clear()
+
+    def resume_server(self, server, *, within):
+        self.held = False
+        self.calls.append("resume")
+
+    def finish_weight_update(self, weight_version=None):
+        super().finish_weight_update(weight_version)
+        self.version = self.version if weight_version is None else weight_version
 
     def reset_caches(self):
         self._begin("reset")
@@ -948,6 +949,103 @@ def test_update_left_open_on_the_last_rank_is_opened_on_all_and_closed(make_clie
     client.workers[1].open = True
     engine.send_weights()
     assert client.calls == ["init", "start", "finish None", "start", "update", "finish 1"]
+
+
+def test_finish_that_repairs_is_announced(make_client, make_engine):
+    """Every worker knows that it is the sender's own before the call is made: any other one without a round is a stranger's."""
+    client = make_client(ranks=TWO)
+    engine = make_engine(client)
+    client.workers[0].open = True
+    announced = []
+    client.before = lambda name: announced.append([worker.announced[-1] for worker in client.workers])
+    engine.send_weights()
+    assert announced[0] == [True, True]
+    assert client.calls[1] == "finish None"
+
+
+def test_finish_of_somebody_else_in_a_round_fails_it(make_client, make_engine):
+    """Workers that are in a finish call before the sender's have somebody else's: no version is published for it."""
+    client = make_client()
+    engine = make_engine(client)
+    update = client.workers[0].update
+
+    def and_finish(info):
+        update(info)
+        client.workers[0].peer.send(Finishing(round=1, digests=client.workers[0].digests()))
+        deadline = time.monotonic() + WAIT_S
+        while not engine._session.round.posts.get(Finishing):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    client.workers[0].update = and_finish
+    client.workers[0].touched = True
+    with pytest.raises(AgreementError, match="finish_weight_update was called by somebody else") as caught:
+        engine.send_weights()
+    assert caught.value.outcome == Outcome.POISONED
+    assert client.calls == ["init", "start", "update"]
+
+
+@pytest.mark.parametrize("kind", [ToyClient, ServingClient])
+def test_round_that_leaves_something_half_written_says_so(make_client, make_engine, kind):
+    """The version that is published has the suffix, the report as well, and a note that says what to do."""
+    client = make_client(kind)
+    engine = make_engine(client)
+    client.workers[0].poisoned = True
+    report = engine.send_weights(weight_version="v8")
+    assert report.version == "v8+poisoned"
+    assert "still half-written: worker rank 0 of engine e0" in report.notes[0]
+    assert client.version == "v8+poisoned" if kind is ServingClient else "finish v8+poisoned" in client.calls
+    client.workers[0].poisoned = False
+    report = engine.send_weights(weight_version="v9")
+    assert (report.version, report.notes) == ("v9", ())
+
+
+def test_servers_that_publish_no_version_get_none_in_the_report(make_client, make_engine):
+    """The finish call took one, and no server shows it."""
+    client = make_client(ServingClient)
+    engine = make_engine(client)
+    finish = client.finish_weight_update
+
+    def forget(weight_version=None):
+        finish(weight_version)
+        client.version = None
+
+    client.finish_weight_update = forget
+    report = engine.send_weights(weight_version="v8")
+    assert (report.version, report.notes) == (None, ("a publishes no version",))
+
+
+def test_failed_init_sets_right_what_its_workers_were_held_for(make_client, make_engine):
+    """They have left the trainer that held them for this one; nobody else would resume their server."""
+    client = make_client(ServingClient, ranks=(("e0", 0, 2),), held=True, poisoned=True)
+    client.size = 1
+    with pytest.raises(AgreementError, match="did not connect"):
+        make_engine(client)
+    assert (client.version, client.calls) == ("v0+poisoned", ["init", "resume"])
+
+
+def test_second_interrupt_while_the_workers_are_asked(make_client, make_engine, monkeypatch):
+    """A worker that has not said how the round left it may be touched: its server is labelled, and then runs."""
+    client, source = make_client(ServingClient), Source()
+    engine = make_engine(client, source)
+    client.workers[0].touched = None
+    source.error = KeyboardInterrupt("first")
+    notify = Session.notify
+
+    def interrupted(self, peers, message):
+        notify(self, peers, message)
+        if isinstance(message, Abort):
+            round_ = self.round
+            monkeypatch.setattr(round_.changed, "wait_for", interrupt, raising=False)
+
+    def interrupt(ready, timeout=None):
+        monkeypatch.undo()
+        raise KeyboardInterrupt("second")
+
+    monkeypatch.setattr(Session, "notify", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="second"):
+        engine.send_weights()
+    assert (client.version, client.calls[-1], client.held) == ("v0+poisoned", "resume", False)
 
 
 def test_update_that_stays_open_names_the_engine(make_client, make_engine):

@@ -41,6 +41,7 @@ from wt_trainer.metadata import RoundMetadata
 from wt_trainer.repair import close_left_open
 from wt_trainer.report import TransferReport, WorkerReport
 from wt_trainer.round import Call, Round
+from wt_trainer.serving import POISONED_SUFFIX, may_be_touched
 from wt_trainer.session import Peer, Session, local_address_towards
 from wt_trainer.session_engine import SessionEngine, TInfo, as_ours
 from wt_trainer.source import WeightSource
@@ -110,6 +111,7 @@ class LeadingEngine(SessionEngine[TInfo]):
                 self._compare_settings(session)
             except BaseException as exc:
                 session.notify(session.followers, RoundOutcome(round=0, error=error_to_wire(as_ours(exc))))
+                self._serving.take_over(session)  # its workers have left the trainer before for this one
                 raise
             session.send(session.followers, RoundOutcome(round=0, report={}))
             self._serving.take_over(session)
@@ -149,6 +151,7 @@ class LeadingEngine(SessionEngine[TInfo]):
             "timeout_s": self._timeout_s,
             "check_cover": self._fields.check_cover,
             "verify": self._fields.verify,
+            "server": None,
             **self._init_fields(),
         }
 
@@ -167,7 +170,8 @@ class LeadingEngine(SessionEngine[TInfo]):
         """The round, on the sender."""
         with self._serving.bounded(self._timeout_s), session.running(self._round_number, self._timeout_s) as round_:
             try:
-                with self._serving.held(session, round_):
+                published = version if self._takes_version else None
+                with self._serving.held(session, round_, published) as hold:
                     report = self._run(session, round_, version)
             except BaseException as exc:
                 error = as_ours(exc).fill(
@@ -178,10 +182,6 @@ class LeadingEngine(SessionEngine[TInfo]):
                     elapsed_s=round_.elapsed_s,
                     outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
                 )
-                if round_.outcome is Outcome.POISONED:
-                    problem = self._serving.mark_poisoned(session)
-                    if problem:
-                        error.add_note(f"label not set: the engines publish the version from before ({problem})")
                 run_to = _last_begun(session, round_)
                 outcome = RoundOutcome(round=round_.number, error=error_to_wire(error), run_to=run_to)
                 session.notify(session.followers, outcome)
@@ -189,6 +189,9 @@ class LeadingEngine(SessionEngine[TInfo]):
                 if error is exc or not isinstance(exc, Exception):
                     raise
                 raise error from exc
+            report = replace(
+                report, notes=(*report.notes, *hold.notes), version=report.version if hold.publishes else None
+            )
             report.seconds.update(round_.seconds, total=round_.elapsed_s)
             if session.followers:
                 session.send(session.followers, RoundOutcome(round=round_.number, report=report.to_dict()))
@@ -228,7 +231,20 @@ class LeadingEngine(SessionEngine[TInfo]):
             installed = round_.collect(Installed, workers, call)
             call.join()
         with round_.timed("finish"):
+            left = [peer for peer in workers if installed[peer.key].poisoned]
+            published = version
+            if left and version is not None:
+                published = version + POISONED_SUFFIX
+                # A client that can set labels does it for each server, before that runs: some may be whole.
+                version = version if self._serving.control else published
             arguments = (version,) if self._takes_version and version is not None else ()
+            with round_.changed:
+                if round_.posts.get(Finishing):
+                    raise AgreementError(
+                        "finish_weight_update was called by somebody else in this round; drive these servers by one trainer, "
+                        "then send again",
+                        side=Side.TRAINER,
+                    )
             call = round_.run("finish_weight_update", lambda: self.client.finish_weight_update(*arguments))
             if not self._verifies:  # then nobody has anything more to say
                 self._commit(session, round_, metadata)
@@ -237,15 +253,13 @@ class LeadingEngine(SessionEngine[TInfo]):
                 self._check_digests(session, round_, metadata, casts, placement, finishing)
                 self._commit(session, round_, metadata)
             reset_notes = self._serving.resetting_caches(round_)
-            report = self._report(round_, version, metadata, placement, takes, installed, len(casts), num_bytes)
+            report = self._report(round_, published, metadata, placement, takes, installed, len(casts), num_bytes)
             call.join()
         self._check_open = False
         self._end_transfer(failed=False)
-        notes = (
-            ()
-            if self._takes_version
-            else ("the client takes no version, or its engines publish none: none was published",)
-        )
+        notes = [_left_text(left)] if left else []
+        if not self._takes_version:
+            notes.append("the client takes no version, or its engines publish none: none was published")
         return replace(report, notes=(*notes, *reset_notes()))
 
     @staticmethod
@@ -394,24 +408,29 @@ class LeadingEngine(SessionEngine[TInfo]):
         run_in_thread("wt-leave", leave)  # a communicator takes half a second, which the workers need as well
         ended = round_.posts.setdefault(Ended, {})
         positions = round_.posts.setdefault(Position, {})
-        with round_.changed:
-            round_.changed.wait_for(
-                lambda: (
-                    all(peer.key in ended or peer.lost for peer in workers)
-                    and all(peer.key in positions or peer.lost for peer in session.followers)
-                ),
-                min(_ENDED_GRACE_S, round_.remaining_s + _LATE_GRACE_S),
-            )
-        left.wait(_LEAVE_S)  # from then on no tensor of the source's is read
-        with round_.changed:
-            if round_.outcome is None:
-                touched = any(self._may_be_touched(round_, ended.get(peer.key)) for peer in workers)
-                round_.outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
+        try:
+            with round_.changed:
+                round_.changed.wait_for(
+                    lambda: (
+                        all(peer.key in ended or peer.lost for peer in workers)
+                        and all(peer.key in positions or peer.lost for peer in session.followers)
+                    ),
+                    min(_ENDED_GRACE_S, round_.remaining_s + _LATE_GRACE_S),
+                )
+            left.wait(_LEAVE_S)  # from then on no tensor of the source's is read
+        finally:  # also where a second interrupt ends the wait: who has not answered may be touched
+            with round_.changed:
+                if round_.outcome is None:
+                    touched = any(may_be_touched(round_, peer) for peer in workers)
+                    round_.outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
 
-    @staticmethod
-    def _may_be_touched(round_: Round, ended: Any) -> bool:
-        """Whether a byte of the worker's model may have changed; one that cannot be asked may have from its first group on."""
-        return ended.touched if isinstance(ended, Ended) else round_.num_entered > 0
+
+def _left_text(left: list[Peer]) -> str:
+    others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return (
+        f"still half-written: {left[0]}{others}. An earlier round failed, and this one has not written all that it had touched. "
+        f"The label keeps {POISONED_SUFFIX!r} until the rest is sent, or a full round"
+    )
 
 
 def _other_roots(session: Session, metadata: RoundMetadata) -> list[Peer]:

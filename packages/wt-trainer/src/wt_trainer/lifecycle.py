@@ -129,6 +129,7 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
         """
         if self._is_inherited:
             return
+        self._serving.let_go()
         for link in (self._session, self._following):
             if link is not None:
                 link.close()

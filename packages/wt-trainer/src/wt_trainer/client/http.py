@@ -99,9 +99,14 @@ class HTTPVLLMWeightSyncClient:
     # --- the four calls ------------------------------------------------------------------------------------
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Hand `init_info` to every worker of every server."""
+        """Hand `init_info` to every worker of every server; where it has a `server`, that says which one."""
         self._hidden.add_init_info(init_info)
-        self._post_all("/init_weight_transfer_engine", json={"init_info": init_info})
+
+        def init(url: str) -> None:
+            number = {"server": self.base_urls.index(url)} if "server" in init_info else {}
+            self._request("POST", url, "/init_weight_transfer_engine", json={"init_info": {**init_info, **number}})
+
+        self._each(init)
 
     def start_weight_update(self) -> None:
         """Open an update on every server, of the draft model within `draft()`."""
@@ -160,20 +165,6 @@ class HTTPVLLMWeightSyncClient:
         """Publish `version` on every server without a round."""
         self._post_all("/update_weight_version", json={"new_version": version})
 
-    def mark(self, suffix: str) -> None:
-        """Every server's label ends in `suffix`; each is tried, whatever happens to the others.
-
-        Raises:
-            WeightTransferError: a server did not take it, or publishes no label.
-        """
-
-        def mark_one(url: str) -> None:
-            version = str(_object_of(self._request("GET", url, "/weight_info"), "weight_version")["weight_version"])
-            if not version.endswith(suffix):
-                self._request("POST", url, "/update_weight_version", json={"new_version": version + suffix})
-
-        self._each(mark_one)
-
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop generation on every server; see `PauseMode` for what happens to running requests."""
         self._post_all("/pause", params={"mode": mode})
@@ -187,37 +178,21 @@ class HTTPVLLMWeightSyncClient:
         return self._each(self._is_paused)
 
     @contextmanager
-    def paused(
-        self, mode: PauseMode | None = None, *, before: Callable[[], None] | None = None, may_sleep: bool = True
-    ) -> Iterator[list[str]]:
+    def paused(self, mode: PauseMode | None = None) -> Iterator[None]:
         """Within it, no server generates; those that were running are resumed after it, whatever happened inside.
 
         Args:
             mode: as in `pause`; None is the client's own `pause` setting.
-            before: called before a server is paused, if one is.
-            may_sleep: whether to look if the servers are asleep; see `ServingControl`.
-
-        Yields:
-            The servers that are resumed at the end; one that is taken out of the list is not. Afterwards it holds those of which
-            that is not known.
 
         Raises:
             ConfigurationError: a server is asleep; or one is running and neither `mode` nor the client's setting allows a pause.
         """
         mode = self.pause_mode if mode is None else mode
-        paused = self._refuse_sleeping() if may_sleep else self.is_paused()
-        running = [url for url, is_paused in zip(self.base_urls, paused, strict=True) if not is_paused]
-        if running and mode is None:
-            raise ConfigurationError(
-                f"{', '.join(running)}: running, and this client was made with pause=None; pause the server first "
-                "(client.paused('keep')), or let the client do it (pause='keep')"
-            )
+        running = [self.base_urls[server] for server in self._running(mode, may_sleep=True)]
         pauses: list[Future[Any]] = []
         try:
-            if running and before is not None:
-                before()
             self._each(lambda url: self._request("POST", url, "/pause", params={"mode": mode}), running, futures=pauses)
-            yield running
+            yield
         except BaseException as exc:
             # Even where the pause failed: another server may have taken it. A server that does not answer must not hide
             # `exc`, nor hold it up: the resume goes on in the background.
@@ -225,11 +200,47 @@ class HTTPVLLMWeightSyncClient:
             if problem:
                 logger.error("not resumed: %s", problem)  # noqa: TRY400  # it is a note of `exc`
                 exc.add_note(f"{', '.join(running)} may still be paused: {problem}")
-            else:
-                running.clear()
             raise
         self._resume(running, max(self._left_s(), _LATE_RESUME_S))
-        running.clear()
+
+    def _running(self, mode: PauseMode | None, *, may_sleep: bool) -> list[int]:
+        paused = self._refuse_sleeping() if may_sleep else self.is_paused()
+        running = [server for server, is_paused in enumerate(paused) if not is_paused]
+        if running and mode is None:
+            raise ConfigurationError(
+                f"{', '.join(self.base_urls[server] for server in running)}: running, and this client was made with pause=None; "
+                "pause the server first (client.paused('keep')), or let the client do it (pause='keep')"
+            )
+        return running
+
+    # --- one server, as `ServingControl` has it ------------------------------------------------------------
+
+    def servers(self) -> list[str]:
+        """The URL of each."""
+        return list(self.base_urls)
+
+    def running(self, *, may_sleep: bool = True) -> list[int]:
+        """The servers that could generate now; raises where one is asleep, or may not be paused. See `ServingControl`."""
+        return self._running(self.pause_mode, may_sleep=may_sleep)
+
+    def pause_server(self, server: int) -> None:
+        """One server does not generate, in the client's own mode."""
+        self._request("POST", self.base_urls[server], "/pause", params={"mode": self.pause_mode})
+
+    def resume_server(self, server: int, *, within: float) -> None:
+        """One server generates; the call takes `within` seconds at most, also past a bound."""
+        self._request("POST", self.base_urls[server], "/resume", within=within)
+
+    def label(self, server: int, *, within: float) -> str | None:
+        """The version that one server publishes; None where it has no route for it (before vLLM 0.28)."""
+        url = self.base_urls[server]
+        reply = _none_if_missing(lambda: self._request("GET", url, "/weight_info", within=within))
+        return None if reply is None else str(_object_of(reply, "weight_version")["weight_version"])
+
+    def set_label(self, server: int, label: str, *, within: float) -> None:
+        """One server publishes `label`."""
+        url = self.base_urls[server]
+        self._request("POST", url, "/update_weight_version", json={"new_version": label}, within=within)
 
     def _resume(self, urls: Sequence[str], within: float) -> None:
         """Resume `urls`, also when the deadline has passed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -55,30 +54,32 @@ class ServingControl(Protocol):
     def world_size(self) -> int | None:
         """Worker ranks behind this client, over all servers; None where a server cannot tell."""
 
-    def weight_version(self) -> str | None:
-        """The label that every server publishes; None where they differ or cannot tell."""
+    def servers(self) -> list[str]:
+        """What to call each server in errors. Elsewhere a server is its place in this list.
 
-    def set_weight_version(self, version: str) -> None:
-        """Publish `version` without a round."""
+        A client that has several hands each worker, with the init info, the place of its server as `server`.
+        """
 
-    def mark(self, suffix: str) -> None:
-        """Every server's label ends in `suffix`; each is tried, whatever happens to the others. Raises if one could not."""
+    def running(self, *, may_sleep: bool = True) -> list[int]:
+        """The servers that could generate now, so that they must be paused.
 
-    def resume(self) -> None:
-        """Every server generates, whoever paused it."""
-
-    def paused(
-        self, mode: PauseMode | None = None, *, before: Callable[[], None] | None = None, may_sleep: bool = True
-    ) -> AbstractContextManager[list[str]]:
-        """Within it, no server generates; servers that were paused before stay paused after. Always resumes.
-
-        `before` is called before a server is paused, if one is. `may_sleep` is False where it is known that no server can put its
-        weights to sleep, so that none need be asked. The context is the list of servers that will be resumed at its end; what is
-        taken out of it will not.
+        `may_sleep` is False where it is known that no server can put its weights to sleep, so that none need be asked.
 
         Raises:
             ConfigurationError: a server is asleep, or it is running and the client was told not to pause.
         """
+
+    def pause_server(self, server: int) -> None:
+        """One server does not generate from now on."""
+
+    def resume_server(self, server: int, *, within: float) -> None:
+        """One server generates, whoever paused it. The call takes `within` seconds at most, also past a bound."""
+
+    def label(self, server: int, *, within: float) -> str | None:
+        """The version that one server publishes; None if it publishes none. `within` as above."""
+
+    def set_label(self, server: int, label: str, *, within: float) -> None:
+        """Have one server publish `label`, without a round. `within` as above."""
 
     def reset_caches(self) -> list[str]:
         """Drop what the servers have computed with older weights; the notes name caches that a server could not reset."""
