@@ -116,6 +116,39 @@ def test_round_that_fails_half_way(scene: Scene) -> None:
     scene.commit(trainer, 3)
 
 
+def test_finish_of_a_trainer_that_was_replaced(scene: Scene) -> None:
+    """One that comes late publishes nothing and shifts no reply: outside of a round the last rank fails it, in one the round."""
+    scene.commit(scene.trainer(), 1)
+    trainer = scene.trainer()
+    scene.commit(trainer, 2)
+
+    def late() -> requests.Response:
+        return requests.post(
+            f"{scene.server.base_url}/finish_weight_update", json={"weight_version": "late"}, timeout=30
+        )
+
+    assert requests.post(f"{scene.server.base_url}/start_weight_update", timeout=10).ok
+    assert "No version is published" in late().text
+    assert scene.version() == "seed-2"
+    scene.assert_in_step()
+    raises(lambda: trainer.call("send"))  # whose start finds the update open
+    scene.assert_in_step()
+    scene.commit(trainer, 3)
+
+    trainer.call("set_weights", seed=4)
+    trainer.call("slow", pause_s=0.1)
+    error, reply = together(
+        lambda: raises(lambda: trainer.call("send", weight_version="never")),
+        lambda: (time.sleep(0.7), late())[1],  # into the round: the call queues behind the update
+    )
+    assert (error["type"], error["outcome"]) == ("AgreementError", "poisoned")
+    assert reply.status_code == 500
+    assert scene.version() == "seed-3+poisoned"
+    scene.assert_in_step()
+    trainer.call("slow", pause_s=0.0)
+    scene.commit(trainer, 5)
+
+
 def test_trainer_killed(scene: Scene, measured: Measured) -> None:
     """The server is free within 2 s of its trainer's death; a new trainer labels, repairs and resumes it."""
     trainer = scene.trainer()

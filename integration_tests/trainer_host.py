@@ -195,6 +195,13 @@ class Trainer:
         report = self.engine.send_weights(weight_version=weight_version)
         return {**report.to_dict(), "call_s": time.monotonic() - started}
 
+    def send_part(self, names: list[str], weight_version: str) -> dict[str, Any]:
+        """One round of these parameters alone; its report."""
+        tensors = {name: tensor for name, tensor in self.source if name in names}
+        return self.engine.send_weights(
+            weight_version=weight_version, source=TensorSource(tensors, self.rank)
+        ).to_dict()
+
     def send_draft(self, parameters: dict[str, Any], seed: int) -> dict[str, int]:
         """One round for the draft model; the checksums of what was sent."""
         source = TensorSource(make_tensors(parameters, seed), self.rank)

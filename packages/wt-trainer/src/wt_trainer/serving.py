@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -88,6 +88,10 @@ class Serving:
         self._ours: set[int] = set()  # paused by us or an earlier sender, and not seen running since
         self._poisoned: set[int] = set()
         self._labels: dict[int, _Label] = {}  # that are still to be set
+        self._publishes: dict[
+            int, bool
+        ] = {}  # whether its label was seen to be that of a finish call, since the last failure
+        self._usual: set[int] = set()  # those that the last round had to pause
         self._pauses: dict[int, Future[None]] = {}
         self._settling: dict[int, Future[Hold]] = {}
         self._round: tuple[Session, Round, str | None] | None = None  # until it is known what it means for the servers
@@ -209,23 +213,24 @@ class Serving:
         round_.check()  # a peer that is gone, or another trainer's
         self._wait_for_earlier(round_)
         self._round = session, round_, version
-        running = self.control.running(may_sleep=self._may_sleep)
-        if not running:
-            return
-        peers = [peer for server in running for peer in self._peers(session, server)]
-        peers = list({peer.key: peer for peer in peers}.values())
-        session.send(peers, Held(round=round_.number, held=True))
+        # Those of the last round hear it while the servers are asked, so that the round need not wait for the answer.
+        told = self._usual - self._ours if self._is_known(session) else set()
         try:
-            is_heard = all(post.held for post in round_.collect(Holding, peers).values())
+            self._tell(session, round_, told, held=True)
+            running = self.control.running(may_sleep=self._may_sleep)
+            self._tell(session, round_, set(running) - told, held=True)
+            told.update(running)
+            peers = self._peers_of(session, running)
+            if not all(post.held for post in round_.collect(Holding, peers).values()):
+                raise StaleSessionError(
+                    "another trainer is connecting to these servers; send again if it fails, else call trainer_init again",
+                    side=Side.TRAINER,
+                )
         except BaseException:
-            session.notify(peers, Held(round=round_.number, held=False))
+            self._tell(session, round_, told - self._ours, held=False)
             raise
-        if not is_heard:
-            session.notify(peers, Held(round=round_.number, held=False))
-            raise StaleSessionError(
-                "another trainer is connecting to these servers; send again if it fails, else call trainer_init again",
-                side=Side.TRAINER,
-            )
+        self._tell(session, round_, told - self._ours - set(running), held=False)
+        self._usual = set(running)
         with self._lock:
             self._ours.update(running)
         pauses = {server: Future[None]() for server in running}
@@ -237,6 +242,9 @@ class Serving:
             if not future.done():
                 raise RoundTimeoutError(f"{self._names[server]}: no reply to the pause in time", side=Side.TRAINER)
             future.result()
+
+    def _tell(self, session: Session, round_: Round, servers: Collection[int], *, held: bool) -> None:
+        session.notify(self._peers_of(session, servers), Held(round=round_.number, held=held))
 
     def _wait_for_earlier(self, round_: Round) -> None:
         """Nothing that an earlier round has begun to do to a server happens from now on."""
@@ -251,6 +259,8 @@ class Serving:
         if self._round is None:
             return
         session, round_, version = self._round
+        if failed:
+            self._publishes.clear()  # look again
         for server in self._servers():
             peers = self._peers(session, server)
             if round_.outcome is Outcome.COMMITTED:
@@ -268,7 +278,10 @@ class Serving:
         with self._lock:
             was_poisoned = server in self._poisoned
             (self._poisoned.add if is_left else self._poisoned.discard)(server)
-            if version is not None:
+            if version is not None and not is_left and not failed and self._publishes.get(server):
+                # A finish call that returned was ours: the server has its version. One of somebody else's would have failed it.
+                self._labels.pop(server, None)
+            elif version is not None:
                 label = _marked(version) if is_left else version
                 published = None if failed else version
                 self._labels[server] = _Label(lambda _: label, must=is_left or failed, published=published)
@@ -325,7 +338,9 @@ class Serving:
                 if self._settling.get(server) is not own:  # it took so long that another round has begun
                     return found
                 self._ours.discard(server)
-            session.notify(self._peers(session, server), Held(round=0, held=False))
+                is_free = not self._ours or self._is_known(session)
+            if is_free:
+                session.notify(self._peers(session, server), Held(round=0, held=False))
         return found
 
     def _goes_on(self, server: int, session: Session, own: Future[Hold]) -> bool:
@@ -358,6 +373,7 @@ class Serving:
             found.notes.append(f"{name}: its label could not be read or set ({exc.message})")
         else:
             found.publishes = old is not None
+            self._publishes[server] = old is not None and old == label.published
             if old is None and label.must:
                 found.notes.append(f"label not set: {name} publishes none; its weights are not those of a version")
             elif old is None:
@@ -404,8 +420,14 @@ class Serving:
 
     def _peers(self, session: Session, server: int) -> list[Peer]:
         """The workers behind `server`; all, where that is not known."""
+        return self._peers_of(session, (server,))
+
+    def _peers_of(self, session: Session, servers: Collection[int]) -> list[Peer]:
+        """The workers behind `servers`; all, where that is not known."""
+        if not servers:
+            return []
         known = self._is_known(session)
-        return [peer for peer in session.workers if not known or peer.hello.server == server]
+        return [peer for peer in session.workers if not known or peer.hello.server in servers]
 
 
 def may_be_touched(round_: Round, peer: Peer) -> bool:
