@@ -119,6 +119,7 @@ def test_poisoned_server_runs_under_its_label_only(
 ) -> None:
     """Whoever looks at the server sees it paused until its label says what it has."""
     trainer = connect()
+    trainer.call("slow", pause_s=0.01)  # so that the pause is seen
     for index in range(20):
         trainer.call("set_weights", seed=index)
         committed(trainer.call("send", weight_version=f"v{index}"))
