@@ -88,7 +88,8 @@ def fail(client):
         client.is_paused,
         client.reset_caches,
         client.pause,
-        lambda: client.mark("x"),
+        lambda: client.label(0, within=1),
+        lambda: client.set_label(0, "x", within=1),
         lambda: client.paused().__enter__(),
     ]
     for call in calls:
