@@ -90,6 +90,8 @@ def fail(client):
         client.pause,
         lambda: client.label(0, within=1),
         lambda: client.set_label(0, "x", within=1),
+        lambda: client.pause_server(0),
+        lambda: client.resume_server(0, within=1),
         lambda: client.paused().__enter__(),
     ]
     for call in calls:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 from wt_common import WeightTransferError
@@ -43,6 +44,15 @@ class Hidden:
         for value in sorted(self._values, key=len, reverse=True):
             text = text.replace(value, "***")
         return text
+
+    @contextmanager
+    def from_errors(self) -> Iterator[None]:
+        """Within it, errors of ours are raised without them."""
+        try:
+            yield
+        except WeightTransferError as exc:
+            self.error(exc)
+            raise
 
     def error(self, exc: E) -> E:
         """`exc` itself, from now on without them; also without its cause, where that has one."""

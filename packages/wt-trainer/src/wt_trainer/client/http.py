@@ -225,22 +225,26 @@ class HTTPVLLMWeightSyncClient:
 
     def pause_server(self, server: int) -> None:
         """One server does not generate, in the client's own mode."""
-        self._request("POST", self.base_urls[server], "/pause", params={"mode": self.pause_mode})
+        with self._hidden.from_errors():
+            self._request("POST", self.base_urls[server], "/pause", params={"mode": self.pause_mode})
 
     def resume_server(self, server: int, *, within: float) -> None:
         """One server generates; the call takes `within` seconds at most, also past a bound."""
-        self._request("POST", self.base_urls[server], "/resume", within=within)
+        with self._hidden.from_errors():
+            self._request("POST", self.base_urls[server], "/resume", within=within)
 
     def label(self, server: int, *, within: float) -> str | None:
         """The version that one server publishes; None where it has no route for it (before vLLM 0.28)."""
         url = self.base_urls[server]
-        reply = _none_if_missing(lambda: self._request("GET", url, "/weight_info", within=within))
-        return None if reply is None else str(_object_of(reply, "weight_version")["weight_version"])
+        with self._hidden.from_errors():
+            reply = _none_if_missing(lambda: self._request("GET", url, "/weight_info", within=within))
+            return None if reply is None else str(_object_of(reply, "weight_version")["weight_version"])
 
     def set_label(self, server: int, label: str, *, within: float) -> None:
         """One server publishes `label`."""
         url = self.base_urls[server]
-        self._request("POST", url, "/update_weight_version", json={"new_version": label}, within=within)
+        with self._hidden.from_errors():
+            self._request("POST", url, "/update_weight_version", json={"new_version": label}, within=within)
 
     def _resume(self, urls: Sequence[str], within: float) -> None:
         """Resume `urls`, also when the deadline has passed."""
@@ -381,11 +385,8 @@ class HTTPVLLMWeightSyncClient:
         for key, future in of_calls.items():
             if not future.done():
                 raise RoundTimeoutError(f"{key[0]}: no complete reply in time", side="trainer")
-            try:
+            with self._hidden.from_errors():
                 results[key] = future.result()
-            except WeightTransferError as exc:
-                self._hidden.error(exc)
-                raise
         return results
 
     def _left_s(self) -> float:
