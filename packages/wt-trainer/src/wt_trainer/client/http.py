@@ -8,7 +8,7 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -248,7 +248,9 @@ class HTTPVLLMWeightSyncClient:
 
     def _resume(self, urls: Sequence[str], within: float) -> None:
         """Resume `urls`, also when the deadline has passed."""
-        self._each(lambda url: self._request("POST", url, "/resume", within=within), urls, within=within)
+        self._each(
+            lambda url: self._request("POST", url, "/resume", within=within), urls, within=within, tries_all=True
+        )
 
     def _resume_in_background(self, urls: Sequence[str], pauses: Sequence[Future[Any]]) -> str:
         """Resume `urls`, and return why that is not known to have happened within `_LATE_RESUME_S`; empty if it has.
@@ -356,10 +358,11 @@ class HTTPVLLMWeightSyncClient:
         *,
         within: float | None = None,
         futures: list[Future[Any]] | None = None,
+        tries_all: bool = False,
     ) -> list[T]:
-        """`call(url)` for all `urls` at once; waits for all and raises the first failure in their order."""
+        """`call(url)` for all `urls` at once; see `_at_once`."""
         calls = {(url, ""): partial(call, url) for url in (self.base_urls if urls is None else urls)}
-        return list(self._at_once(calls, within=within, futures=futures).values())
+        return list(self._at_once(calls, within=within, futures=futures, tries_all=tries_all).values())
 
     def _at_once(
         self,
@@ -367,8 +370,12 @@ class HTTPVLLMWeightSyncClient:
         *,
         within: float | None = None,
         futures: list[Future[Any]] | None = None,
+        tries_all: bool = False,
     ) -> dict[tuple[str, str], T]:
-        """The results of `calls`, whose keys begin with the server's URL and which run all at once; raises the first failure.
+        """The results of `calls`, whose keys begin with the server's URL and which run all at once.
+
+        Raises as soon as one has failed: another may be in the middle of a round that can only end when its sender hears of that.
+        The others go on, on their threads. With `tries_all` it returns or raises only when all have ended.
 
         `futures` gets one for each call before it begins.
 
@@ -380,8 +387,14 @@ class HTTPVLLMWeightSyncClient:
             futures += of_calls.values()
         for key, future in of_calls.items():
             run_in_thread(f"wt-http {key[0]}", partial(run_into, future, calls[key]))
-        wait(of_calls.values(), timeout=deadline - time.monotonic())
-        results = {}
+        wait(
+            of_calls.values(),
+            timeout=deadline - time.monotonic(),
+            return_when=ALL_COMPLETED if tries_all else FIRST_EXCEPTION,
+        )
+        for future in of_calls.values():
+            if future.done():
+                future.result()  # raises, if it has failed
         for key, future in of_calls.items():
             if not future.done():
                 raise RoundTimeoutError(f"{key[0]}: no complete reply in time", side="trainer")

@@ -17,8 +17,13 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 class VLLMWeightSyncClient(Protocol):
     """The four calls that drive an inference engine through a weight update. Any object that has them is a client.
 
-    Each call must reach every replica concurrently, block until all of them are done, and raise if one failed. Calls of
-    one round come in the order below; `update_weights` and `finish_weight_update` run on a side thread of ours.
+    Each call must reach every replica concurrently, and return when all of them are done. It must raise as soon as one has
+    failed, with that replica's message, and not wait for the others: they may be waiting for the round to end, which it does when
+    the sender hears of the failure. Let the other calls go on on threads of their own, and drop their results
+    (`concurrent.futures.wait` with `return_when=FIRST_EXCEPTION`). A client that waits for all ends such a round at its deadline,
+    and with another replica's message.
+
+    Calls of one round come in the order below; `update_weights` and `finish_weight_update` run on a side thread of ours.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

@@ -93,6 +93,7 @@ class RayVLLMWeightSyncClient:
         if None in methods:
             raise ConfigurationError(f"actor {self.handles[methods.index(None)]!r} has no method {name}")
         try:
+            # Raises as soon as one has failed; the others go on.
             ray.get([method.remote(*args) for method in methods], timeout=self.timeout)  # type: ignore[union-attr]
         except ray.exceptions.GetTimeoutError as exc:
             raise RoundTimeoutError(
