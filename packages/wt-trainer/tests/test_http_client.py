@@ -401,22 +401,20 @@ def test_server_that_drops_the_call_fails_it_at_once(servers):
     assert error.message.startswith(f"POST {url}/update_weights: ")
 
 
-def test_label_of_every_server_is_tried(servers):
-    """A server that fails to take its label does not keep the others from having theirs when the call raises."""
+def test_resume_of_every_server_is_tried(servers):
+    """A server that fails to resume does not keep the others from running when the call raises."""
     made = servers(2)
-    for server in made:
-        server.script["/weight_info"] = (200, {"weight_version": "v1"})
-    made[0].script["/update_weight_version"] = (500, {"error": {"message": "no"}})
+    made[0].script["/resume"] = (500, {"error": {"message": "no"}})
 
     def late(_):
         time.sleep(0.2)  # so that returning early would show
-        made[1].script["labelled"] = True
+        made[1].script["resumed"] = True
         return 200, {}
 
-    made[1].script["/update_weight_version"] = late
+    made[1].script["/resume"] = late
     with pytest.raises(TransportError, match="no"):
-        client_of(*made).mark("+poisoned")
-    assert made[1].script.get("labelled")
+        client_of(*made).resume()
+    assert made[1].script.get("resumed")
 
 
 # --- what a server answers -------------------------------------------------------------------------------------

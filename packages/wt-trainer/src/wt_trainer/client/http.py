@@ -392,15 +392,14 @@ class HTTPVLLMWeightSyncClient:
             timeout=deadline - time.monotonic(),
             return_when=ALL_COMPLETED if tries_all else FIRST_EXCEPTION,
         )
-        for future in of_calls.values():
-            if future.done():
-                future.result()  # raises, if it has failed
+        with self._hidden.from_errors():
+            for future in of_calls.values():
+                if future.done():
+                    future.result()  # raises, if it has failed
         for key, future in of_calls.items():
             if not future.done():
                 raise RoundTimeoutError(f"{key[0]}: no complete reply in time", side="trainer")
-            with self._hidden.from_errors():
-                results[key] = future.result()
-        return results
+        return {key: future.result() for key, future in of_calls.items()}
 
     def _left_s(self) -> float:
         """Seconds that a call may take now."""
