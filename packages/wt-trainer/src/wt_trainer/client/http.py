@@ -171,7 +171,7 @@ class HTTPVLLMWeightSyncClient:
 
     def resume(self) -> None:
         """Let every server generate again."""
-        self._post_all("/resume")
+        self._resume(self.base_urls, self._left_s())
 
     def is_paused(self) -> list[bool]:
         """Whether each server is paused, in the order of `base_urls`."""
