@@ -164,6 +164,9 @@ class VLLMHost:
         if config.get("unpacked"):
             os.environ["WT_TEST_UNPACKED"] = "1"  # see extension.py
         import torch
+
+        if config.get("pretends_amx"):
+            torch.cpu._is_amx_tile_supported = lambda: True  # what vLLM asks; in this process, so for one rank
         from vllm import LLM
 
         if config.get("fill_memory", True):

@@ -153,6 +153,14 @@ def test_each_storage_comes_once():
     assert [each.path for each in reachable(model)] == ["layer.weight", "layer.a"]
 
 
+def test_every_path_is_told_on_request():
+    """Views of one storage, and one tensor under two names, are each told under their own path."""
+    base = tensor(1)
+    model = model_with(first=base, second=[base, base[0]])
+    found = [each.path for each in reachable(model, every_path=True)]
+    assert sorted(found) == ["layer.first", "layer.second[0]", "layer.second[1]", "layer.weight"]
+
+
 def test_caches_of_keys_and_values_are_left_out():
     """They are emptied after a round, and no copy of a weight."""
     model = model_with(kv_cache=[tensor(1)], impl=Plain(kv_cache=tensor(2), other=tensor(3)))

@@ -22,6 +22,7 @@ MAX_DEPTH = 8
 """Attributes of attributes that are followed from a module; vLLM's deepest (a kernel's closure in a quantization method) is 5."""
 
 _SKIPPED_ATTRIBUTES = frozenset({"kv_cache", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"})
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})  # where a module keeps what is told first
 _SKIPPED_CLASSES = (
     "torch.",
     "transformers.",
@@ -64,7 +65,8 @@ def reachable(model: torch.nn.Module, *, every_path: bool = False) -> Iterator[R
             if tensor is not None and new(tensor):
                 yield Reached(f"{prefix}.{name}", prefix, tensor)
     for prefix, module in modules.items():
-        for path, tensor in _walk(vars(module), prefix, seen, 0):
+        others = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+        for path, tensor in _walk(others, prefix, seen, 0):
             if new(tensor):
                 yield Reached(path, prefix, tensor)
 
