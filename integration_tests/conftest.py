@@ -18,7 +18,8 @@ from harness import Cast, EmbeddedServer, together
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--all` runs every cell of the matrix, `--soak` the long test."""
+    """`--all` runs every cell of the matrix, `--soak` the long test, `--sweep` all kinds in all ways."""
+    parser.addoption("--sweep", action="store_true", help="run test_sweep.py, which prints a table")
     parser.addoption("--soak", action="store_true", help="run two hundred rounds with random failures")
     parser.addoption("--gpu-case", help="the cell of gpu_cells.py; set by gpu_runner.py")
     parser.addoption("--all", action="store_true", help="run every cell of the matrix, not only the default ones")
@@ -56,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The times that tests measured, from which the README's table is written."""
+    """The times that tests measured, from which the README's table is written, and the rows of other tables."""
     for line in config.stash[_MEASURED]:
         terminalreporter.write_line(line)
 
@@ -65,6 +66,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def measured(request: pytest.FixtureRequest) -> Callable[[float], None]:
     """Records how long the test's event took to be noticed, in seconds."""
     return lambda seconds: request.config.stash[_MEASURED].append(f"measured {request.node.name}: {seconds:.2f} s")
+
+
+@pytest.fixture
+def noted(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Adds a line to what is printed at the end."""
+    return request.config.stash[_MEASURED].append
 
 
 @pytest.fixture(scope="session")
