@@ -96,6 +96,7 @@ class Torchrun:
     """One engine of two ranks that torchrun would have started: each is an `LLM` of its own, with a configuration of its own."""
 
     def __init__(self, model: Path, directory: Path) -> None:
+        self._remove_segments()  # of a run that was killed
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
@@ -125,6 +126,13 @@ class Torchrun:
 
     def close(self) -> None:
         together(*(host.close for host in self.hosts))
+        self._remove_segments()
+
+    @staticmethod
+    def _remove_segments() -> None:
+        """Shared memory of vLLM between the ranks of a CPU engine has one name for every torchrun, and stays behind."""
+        for segment in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+            segment.unlink(missing_ok=True)
 
     def _each(self, name: str, **args: Any) -> list[Any]:
         """Every rank computes its part, and has the whole answer."""
