@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import models
 import pytest
 from cases import GPU_CASES, LAYOUTS, GPUCase, count_reasons
 from engines import InProcess, Servers
-from harness import TrainerHost, free_port, together
+from harness import TrainerHost, free_port, gpus_are_shared, together
 
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100, 33, 10, 65, 66]
 
 KEPT_BYTES = 4 << 20
+SHARED_MEMORY = 0.2  # of a GPU, for each rank of vLLM where several have one GPU
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_rounds(cell: GPUCase, checkpoint: Callable[[str], Path], tmp_path: Path
     num_ranks = LAYOUTS[cell.layout]
     worker = _engine(cell, checkpoint(cell.model), tmp_path)
     trainers = [
-        TrainerHost(tmp_path, environment={"CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu)})
+        TrainerHost(tmp_path, environment={"CUDA_VISIBLE_DEVICES": "" if gpu is None else _visible([gpu])})
         for gpu in cell.trainer_gpus
     ]
     try:
@@ -88,11 +89,18 @@ def test_rounds(cell: GPUCase, checkpoint: Callable[[str], Path], tmp_path: Path
         together(worker.close, *(trainer.close for trainer in trainers))
 
 
+def _visible(gpus: Iterable[int]) -> str:
+    """What a process of these GPUs is given."""
+    return "0" if gpus_are_shared() else ",".join(map(str, gpus))
+
+
 def _engine(cell: GPUCase, model: Path, directory: Path) -> InProcess | Servers:
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, cell.worker_gpus))}
+    environment = {"CUDA_VISIBLE_DEVICES": _visible(cell.worker_gpus)}
     ranks = {"backend": f"wt_{cell.backend}", "tensor_parallel_size": len(cell.worker_gpus)}
     if cell.engine == "http":
         return Servers(model, directory, environment=environment, dtype="bfloat16", **ranks)
+    if gpus_are_shared():
+        ranks |= {"gpu_memory_utilization": SHARED_MEMORY, "disable_custom_all_reduce": True}
     return InProcess(
         model,
         directory,

@@ -3,6 +3,10 @@
 A cell is skipped, with the reason, where its GPUs or libraries are missing; with WT_REQUIRE_GPUS=n that is an error for every
 cell of at most n GPUs. What its processes print comes out as one block, on a timeout with the stacks of all of them. A cell that
 ran no test has failed.
+
+With WT_SHARE_GPUS=1 all processes of a cell have the first GPU, so that every cell runs on a host with one. That needs NCCL 2.30
+or newer in each process (LD_PRELOAD of its library, where torch brings an older one). It shows that all is right, not how fast
+it is.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from cases import GPU_CASES, GPUCase  # noqa: E402  # of this folder
-from harness import TEST_GPUS  # noqa: E402
+from harness import TEST_GPUS, gpus_are_shared  # noqa: E402
 
 TIMEOUT_S = 300
 MARKER = "WT_GPU_RUN"  # in the environment of all processes of a run, however they were started
@@ -31,9 +35,9 @@ MARKER = "WT_GPU_RUN"  # in the environment of all processes of a run, however t
 
 def missing(case: GPUCase) -> str | None:
     """What this host lacks for `case`; None if nothing."""
-    there = num_gpus()
-    if there < case.num_gpus:
-        return f"needs {case.num_gpus} GPU(s), this host has {there}"
+    there, needed = num_gpus(), 1 if gpus_are_shared() else case.num_gpus
+    if there < needed:
+        return f"needs {needed} GPU(s), this host has {there}"
     worker = os.environ.get("WT_WORKER_PYTHON", sys.executable)
     for side, python, modules in (
         ("trainer", sys.executable, case.trainer_needs),
@@ -124,7 +128,9 @@ def main() -> int:
         command += [str(HERE / "gpu_cells.py"), f"--gpu-case={case.id}"]
     else:
         command += [str(HERE / "test_fake_nccl.py"), "-k", case.laws]
-        environment[TEST_GPUS] = f"{case.trainer_gpus[0]},{case.worker_gpus[0]}"
+        environment[TEST_GPUS] = "0,0" if gpus_are_shared() else f"{case.trainer_gpus[0]},{case.worker_gpus[0]}"
+    if gpus_are_shared():
+        environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     return int(not run_block(case.id, command, timeout_s=args.timeout, environment=environment))
 
 

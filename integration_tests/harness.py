@@ -196,6 +196,15 @@ class TrainerHost(_HostProcess):
         super().__init__(command, config, {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, directory)
 
 
+SHARE_GPUS = "WT_SHARE_GPUS"
+"""Environment variable; with 1 all processes of a GPU cell have this host's first GPU. NCCL 2.30 and newer allows it."""
+
+
+def gpus_are_shared() -> bool:
+    """Whether all processes have one GPU."""
+    return os.environ.get(SHARE_GPUS) == "1"
+
+
 TEST_GPUS = "WT_TEST_GPUS"
 """Environment variable: the GPUs of all trainer and of all worker processes of a `Cast`, such as `0,1`; unset is the CPU."""
 
@@ -221,7 +230,8 @@ class Cast:
 
     def worker(self, parameters: dict[str, Any], **config: Any) -> WorkerHost:
         """A bare worker rank with these parameters."""
-        if self._on_gpu and any(isinstance(used, WorkerHost) and used.process.poll() is None for used in self._used):
+        others = [used for used in self._used if isinstance(used, WorkerHost) and used.process.poll() is None]
+        if self._on_gpu and others and not gpus_are_shared():
             import pytest  # which the processes that import this module for its clients do without
 
             pytest.skip("two ranks of a communicator cannot share a GPU")

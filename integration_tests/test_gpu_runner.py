@@ -38,6 +38,15 @@ def test_missing_gpus_are_named(required: int) -> None:
     assert ("FAILED" if required else "SKIPPED") in done.stdout
 
 
+def test_cells_may_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With WT_SHARE_GPUS=1 a cell of several GPUs needs one."""
+    (case,) = (case for case in GPU_CASES if case.id == "nccl-pp2-tp2")
+    monkeypatch.setattr(gpu_runner, "num_gpus", lambda: 0)
+    assert gpu_runner.missing(case) == "needs 4 GPU(s), this host has 0"
+    monkeypatch.setenv("WT_SHARE_GPUS", "1")
+    assert gpu_runner.missing(case) == "needs 1 GPU(s), this host has 0"
+
+
 @pytest.mark.parametrize(
     ("body", "verdict"),
     [

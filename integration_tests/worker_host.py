@@ -185,6 +185,7 @@ class VLLMHost:
             pipeline_parallel_size=config.get("pipeline_parallel_size", 1),
             enable_expert_parallel=config.get("enable_expert_parallel", False),
             distributed_executor_backend=config.get("distributed_executor_backend"),
+            disable_custom_all_reduce=config.get("disable_custom_all_reduce", False),
             quantization=config.get("quantization"),
             load_format=config.get("load_format", "auto"),
             skip_tokenizer_init=config.get("load_format") == "dummy",
