@@ -1,6 +1,6 @@
 """On the path of every process of a GPU cell, vLLM's own included.
 
-On SIGUSR1 a process prints the stacks of all its threads. With WT_SHARE_GPUS=1 all ranks of a vLLM take the one GPU that they see.
+On SIGUSR1 a process prints the stacks of all its threads. With WT_SHARE_GPUS=1 all ranks of a vLLM take the one GPU they see.
 Otherwise vLLM gives each rank a GPU of its own, and refuses to start where there are fewer.
 """
 
