@@ -382,6 +382,41 @@ def test_one_failing_server_fails_the_call_at_once(servers, until):
     until(lambda: [server.calls for server in made] == [["POST /update_weights"]] * 3, "a call to every server")
 
 
+def test_next_call_waits_for_a_slow_server(servers):
+    """A server that is still at a call that another one has failed gets the next call when it has ended."""
+    made = servers(2)
+    go_on = threading.Event()
+
+    def late(_):
+        assert go_on.wait(WAIT_S)
+        time.sleep(0.1)  # so that a call that overtakes it would show
+        made[0].script["ended"] = True
+        return 200, {}
+
+    made[0].script["/start_weight_update"] = late
+    made[0].script["/finish_weight_update"] = lambda _: (200 if made[0].script.get("ended") else 500, {})
+    made[1].script["/start_weight_update"] = (500, {})
+    client = client_of(*made)
+    with pytest.raises(TransportError):
+        client.start_weight_update()
+    go_on.set()
+    client.finish_weight_update()
+
+
+def test_next_call_does_not_wait_long_for_a_lost_one(servers, monkeypatch):
+    """A call whose reply never comes holds up the next one for a moment only."""
+    monkeypatch.setattr("wt_trainer.client.http._SETTLE_S", 0.2)
+    made = servers(2)
+    made[0].freeze("/start_weight_update")
+    made[1].script["/start_weight_update"] = (500, {})
+    client = client_of(*made)
+    with pytest.raises(TransportError):
+        client.start_weight_update()
+    started = time.monotonic()
+    client.finish_weight_update()
+    assert 0.15 < time.monotonic() - started < WAIT_S / 2
+
+
 def test_server_that_drops_the_call_fails_it_at_once(servers):
     """A server that closes the connection without a reply fails the call, whatever another one is busy with."""
     made = servers(1)

@@ -31,6 +31,7 @@ T = TypeVar("T")
 _DEV_MODE_HINT = "start the server with VLLM_SERVER_DEV_MODE=1, which is what enables its RL routes"
 _READ_GRACE_S = 0.2  # past a call's time, for its threads to raise their own error, which says more than ours
 _LATE_RESUME_S = 0.3  # of a round that failed: it must raise within a second of its deadline
+_SETTLE_S = 2.0  # for a server to end a call that another one has failed; one that was lost there ends with its timeout
 _SLEEPING_GAUGE = re.compile(r'vllm:engine_sleep_state\{.*sleep_state="(weights_offloaded|discard_all)".*\} 1(\.0)?$')
 _MAX_ERROR_CHARS = 2000  # of a server's reply in our error; a worker's traceback fits
 
@@ -92,6 +93,7 @@ class HTTPVLLMWeightSyncClient:
         }
         self.is_draft = False
         self._deadline: float | None = None
+        self._under_way: list[Future[Any]] = []  # of the last of the four calls
 
     def __repr__(self) -> str:
         return f"HTTPVLLMWeightSyncClient({list(self.base_urls)!r}, timeout={self.timeout:g})"
@@ -110,7 +112,7 @@ class HTTPVLLMWeightSyncClient:
 
     def start_weight_update(self) -> None:
         """Open an update on every server, of the draft model within `draft()`."""
-        self._post_all("/start_draft_weight_update" if self.is_draft else "/start_weight_update")
+        self._call_all("/start_draft_weight_update" if self.is_draft else "/start_weight_update")
 
     @contextmanager
     def draft(self) -> Iterator[None]:
@@ -123,11 +125,11 @@ class HTTPVLLMWeightSyncClient:
 
     def update_weights(self, update_info: UpdatePayload) -> None:
         """Have every server's workers receive; returns when all have received."""
-        self._post_all("/update_weights", json={"update_info": _without_raw_handles(update_info)})
+        self._call_all("/update_weights", json={"update_info": _without_raw_handles(update_info)})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close the update on every server and publish `weight_version`."""
-        self._post_all(
+        self._call_all(
             "/finish_weight_update", json=None if weight_version is None else {"weight_version": weight_version}
         )
 
@@ -338,6 +340,19 @@ class HTTPVLLMWeightSyncClient:
         return metrics is not None and any(_SLEEPING_GAUGE.match(line) for line in metrics.text.splitlines())
 
     # --- requests ------------------------------------------------------------------------------------------
+
+    def _call_all(self, path: str, **kwargs: Any) -> None:
+        self._in_order(lambda url: self._request("POST", url, path, **kwargs))
+
+    def _in_order(self, call: Callable[[str], Any]) -> None:
+        """`call(url)`, one of the four calls, for every server, after the one before.
+
+        That may have raised for one server while others were still at it. It has a moment to end there, so that a server that is
+        only slow gets its calls in their order.
+        """
+        wait(self._under_way, timeout=min(_SETTLE_S, self._left_s()))
+        self._under_way = []
+        self._each(call, futures=self._under_way)
 
     def _post_all(self, path: str, **kwargs: Any) -> None:
         self._each(lambda url: self._request("POST", url, path, **kwargs))

@@ -20,8 +20,8 @@ class VLLMWeightSyncClient(Protocol):
     Each call must reach every replica concurrently, and return when all of them are done. It must raise as soon as one has
     failed, with that replica's message, and not wait for the others: they may be waiting for the round to end, which it does when
     the sender hears of the failure. Let the other calls go on on threads of their own, and drop their results
-    (`concurrent.futures.wait` with `return_when=FIRST_EXCEPTION`). A client that waits for all ends such a round at its deadline,
-    and with another replica's message.
+    (`concurrent.futures.wait` with `return_when=FIRST_EXCEPTION`). Before the next call, give them a moment to end. A client that
+    waits for all ends such a round at its deadline, and with another replica's message.
 
     Calls of one round come in the order below; `update_weights` and `finish_weight_update` run on a side thread of ours.
     """
