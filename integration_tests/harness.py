@@ -389,6 +389,12 @@ class _Server:
         """The reply to POST `path` with this JSON body."""
         return requests.post(self.base_url + path, json=body, timeout=60)
 
+    def processes(self, title: str) -> list[int]:
+        """Ids of the server's processes whose title has this in it."""
+        command = ["ps", "-o", "pid=,args=", "-g", str(self.process.pid)]
+        lines = subprocess.check_output(command, text=True).splitlines()
+        return sorted(int(line.split()[0]) for line in lines if title in line)
+
     def signal(self, number: int) -> None:
         """Send a signal to the whole process group."""
         if self.process.poll() is None:

@@ -61,11 +61,14 @@ def assert_no_thread_left(process: Any) -> None:
 
 
 def slow_round(cast: Cast, size: int, num_ranks: int = 1, **info: Any) -> tuple[list[WorkerHost], list[TrainerHost]]:
-    """Workers with committed weights, and trainers whose next round takes about 3 s."""
+    """Workers with committed weights, and trainers whose next round takes about 3 s. Several are in step, as they gather."""
     workers = cast.engine(MANY, size)
     # A deadline even for what is noticed without one: a process that does not come back would hold up the tests after it.
     config = {"parameters": MANY, "info": {"packed": False, "timeout_s": 30, **info}}
-    trainers = cast.trainers(workers, num_ranks, **config) if num_ranks > 1 else [cast.trainer(workers, **config)]
+    if num_ranks > 1:
+        trainers = cast.trainers(workers, num_ranks, layout="gathered", **config)
+    else:
+        trainers = [cast.trainer(workers, **config)]
     # The first round of a process imports and traces: the deadline is not for that.
     for result in together(*(lambda t=t: t.call("init", timeout_s=60) for t in trainers)):
         assert result is None
@@ -239,6 +242,7 @@ def test_trainer_rank_killed(cast: Cast, measured: Measured, victim: int) -> Non
     )
     assert error["type"] == "PeerLostError"
     assert error["rank"] == victim
+    assert error["outcome"] == "poisoned"
     assert after_s < PROMPT_S
     measured(after_s)
     assert workers[0].call("weight_version") == "before"

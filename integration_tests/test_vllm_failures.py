@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,8 @@ from test_rounds import committed, raises
 from test_sync import NUM_TOKENS, PROMPT, TOLERANCE
 
 from wt_trainer import HTTPVLLMWeightSyncClient
+
+ENGINE_S = 5.0  # a round of the slowed source, and vLLM's own time to end its worker ranks
 
 
 class Scene:
@@ -59,11 +60,8 @@ class Scene:
 
     def workers(self) -> list[int]:
         """Process ids of the server's worker ranks."""
-        lines = subprocess.check_output(
-            ["ps", "-o", "pid=,args=", "-g", str(self.server.process.pid)], text=True
-        ).splitlines()
-        found = sorted(int(line.split()[0]) for line in lines if "VLLM::Worker" in line)
-        assert len(found) == self.size, lines
+        found = self.server.processes("VLLM::Worker")
+        assert len(found) == self.size, found
         return found
 
 
@@ -194,3 +192,20 @@ def test_worker_killed(scene: Scene, measured: Measured) -> None:
     assert error["outcome"] == "poisoned"
     assert after_s < PROMPT_S
     measured(after_s)
+
+
+def test_engine_killed(cast: Cast, checkpoint: Callable[[str], Path], tmp_path: Path, measured: Measured) -> None:
+    """The engine process dies in mid-round, and its worker ranks leave: a lost peer, not another trainer's server.
+
+    vLLM lets the call to its dead engine hang, and a worker rank notices the death when it comes out of the update.
+    """
+    with VLLMServer(checkpoint("llama"), tmp_path, tensor_parallel_size=2) as server:
+        server.wait_ready()
+        trainer = Scene(server, cast, 2).trainer()
+        trainer.call("set_weights", seed=2)
+        trainer.call("slow", pause_s=0.1)
+        (victim,) = server.processes("VLLM::EngineCore")
+        error, after_s = mid_round(lambda: trainer.call("send"), lambda: os.kill(victim, signal.SIGKILL), 1.0)
+        assert (error["type"], error["side"], error["outcome"]) == ("PeerLostError", "worker", "poisoned"), error
+        assert after_s < ENGINE_S
+        measured(after_s)

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,34 @@ class TensorSource(WeightSource):
         for name, tensor in items:
             time.sleep(self.pause_s)
             yield name, tensor
+
+
+class GatheredSource(TensorSource):
+    """Each parameter is gathered from all ranks of the default group when it is asked for, as a sharded trainer's are.
+
+    At `raises_at` it raises before it gathers; what it yields at `spoilt` has another shape than the metadata.
+    """
+
+    raises_at = spoilt = ""
+
+    def iter_full(self):
+        num_ranks = torch.distributed.get_world_size()
+        for name, tensor in self.tensors.items():
+            time.sleep(self.pause_s)
+            if name == self.raises_at:
+                raise ValueError(f"on purpose, at {name}")
+            shards = list(torch.empty_like(tensor, device="cpu").chunk(num_ranks))
+            torch.distributed.all_gather(shards, tensor.cpu().chunk(num_ranks)[self.rank])
+            whole = torch.cat(shards).to(tensor.device)
+            yield name, whole if name != self.spoilt else whole.flatten()
+
+
+class BrokenSource(TensorSource):
+    """One whose metadata raise."""
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        raise ValueError("on purpose, in the metadata")
 
 
 def make_tensors(parameters: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
@@ -143,13 +172,16 @@ class Trainer:
                 rank=self.rank,
                 world_size=self.num_ranks,
             )
+            if "group_timeout_s" in config:  # of collectives; processes that are only starting have longer to come
+                torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=config["group_timeout_s"]))
         if config.get("alone"):
             self.rank = 0  # a trainer of one rank, whatever the default group is there for
         self.source: WeightSource = LAYOUTS[config["layout"]](self)
 
     def client(self) -> Any:
         if "base_urls" in self.config:
-            return HTTPVLLMWeightSyncClient(self.config["base_urls"], timeout=self.config.get("client_timeout_s", 60))
+            options = {"timeout": self.config.get("client_timeout_s", 60), "pause": self.config.get("pause", "keep")}
+            return HTTPVLLMWeightSyncClient(self.config["base_urls"], **options)
         if "actors" in self.config:
             import ray
 
@@ -190,7 +222,23 @@ class Trainer:
         """The next round sends the weights of `seed`."""
         self.load(seed)
 
-    def send(self, weight_version: str | None = None) -> dict[str, Any]:
+    def declare_broken(self) -> None:
+        """The next init's source raises when it is asked for its metadata."""
+        self.source = BrokenSource({}, self.rank)
+
+    def send_broken(self) -> Any:
+        """One round of a source that raises when it is asked for its metadata."""
+        return self.engine.send_weights(source=BrokenSource({}, self.rank)).to_dict()
+
+    def fault(self, kind: str, param: str = "") -> None:
+        """From now on a source that gathers `raises_at` this parameter, or has it `spoilt`."""
+        setattr(self.source, kind, param)
+
+    def skew(self, by: int) -> None:
+        """This rank believes that it has made so many calls more."""
+        self.engine._round_number += by
+
+    def send(self, weight_version: Any = None) -> dict[str, Any]:
         started = time.monotonic()
         report = self.engine.send_weights(weight_version=weight_version)
         return {**report.to_dict(), "call_s": time.monotonic() - started}
@@ -249,11 +297,11 @@ class Trainer:
         return value
 
 
-def _plain(trainer: Trainer) -> WeightSource:
+def _plain(trainer: Trainer, kind: type[TensorSource] = TensorSource) -> WeightSource:
     """Every rank holds everything."""
     parameters = trainer.config["parameters"]
     tensors = {n: t.to(trainer.device) for n, t in make_tensors(parameters, 0).items()}
-    source = TensorSource(tensors, trainer.rank, trainer.config.get("owners"))
+    source = kind(tensors, trainer.rank, trainer.config.get("owners"))
 
     def load(seed: int) -> None:
         for name, tensor in make_tensors(parameters, seed).items():
@@ -449,9 +497,38 @@ def _hf_pipeline(trainer: Trainer) -> WeightSource:
     return StageSource(model, trainer.rank, trainer.num_ranks, model.config.num_hidden_layers)
 
 
+class FaultyModuleSource(ModuleSource):
+    """A module's parameters; at `raises_at` it raises before the gather."""
+
+    raises_at = ""
+
+    def iter_full(self):
+        for name, param in self._owned_parameters():
+            if name == self.raises_at:
+                raise ValueError(f"on purpose, at {name}")
+            yield name, param.detach().full_tensor()
+
+
+def _sharded(trainer: Trainer) -> WeightSource:
+    """A stack of linear layers under the names of `parameters`, each sharded by FSDP2 over the default group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    parameters = trainer.config["parameters"]
+    mesh = init_device_mesh(trainer.device, (trainer.num_ranks,))
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(*shape, bias=False) for _, shape in parameters.values())
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    trainer.load = lambda seed: None
+    return FaultyModuleSource(model)
+
+
 LAYOUTS = {
+    "sharded": _sharded,
     "none": _none,
     "plain": _plain,
+    "gathered": lambda trainer: _plain(trainer, GatheredSource),
     "whole": _hf_whole,
     "renamed": _hf_renamed,
     "module": _hf_module,

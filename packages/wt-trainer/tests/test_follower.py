@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from wt_common import PeerLostError, PlanError, RoundTimeoutError, StaleSessionError
+from wt_common import PeerLostError, PlanError, RoundTimeoutError, StaleSessionError, TransportError
 from wt_common.errors import error_to_wire
 from wt_common.session import (
     Abort,
@@ -14,6 +14,7 @@ from wt_common.session import (
     DigestAgain,
     DigestedAgain,
     Enter,
+    Failed,
     FrameDecoder,
     Go,
     Metadata,
@@ -27,6 +28,7 @@ from wt_trainer.connection import Connection
 from wt_trainer.digest import tensor_digest
 from wt_trainer.follower import FollowerSession
 from wt_trainer.metadata import RoundMetadata
+from wt_trainer.round import Cause
 from wt_trainer.stream import LentMemory
 
 WAIT_S = 10
@@ -231,6 +233,93 @@ def test_sender_that_dies_fails_the_round_and_the_next(both):
     with session.running(2, WAIT_S) as round_, pytest.raises(PeerLostError) as caught:
         round_.check()
     assert caught.value.round == 2
+
+
+def test_abort_of_a_round_that_has_not_begun_is_answered(both):
+    """The others need not wait for a rank that has not come: it has begun no parameter, and begins none in that round."""
+    session, sender = both
+    sender.send(Abort(round=1, error=error_to_wire(PlanError("no room"))))
+    assert sender.receive() == Position(round=1, index=-1)
+    with session.running(1, WAIT_S) as round_, pytest.raises(PlanError, match="no room"):
+        round_.begin_parameter(0)
+
+
+def test_position_says_that_the_source_stopped(both):
+    """Where this rank's iterator raised, the others must not run further than it got."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        round_.begin_parameter(4)
+        round_.stopped = True
+        sender.send(Abort(round=1, error=error_to_wire(PlanError("no room"))))
+        assert sender.receive() == Position(round=1, index=4, stopped=True)
+
+
+def test_outcome_ends_every_wait(both):
+    """A round that failed before this rank was let in is over for it at once."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        sender.send(RoundOutcome(round=1, error=error_to_wire(PlanError("no room"))))
+        started = time.monotonic()
+        with pytest.raises(PlanError, match="no room"):
+            session.go(round_, METADATA)
+        assert time.monotonic() - started < WAIT_S / 2
+        assert round_.told
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "second_hand"),
+    [
+        (PlanError("ours"), None, False),
+        (TransportError("gloo"), Cause.SECOND_HAND, True),
+        (RoundTimeoutError("late"), None, False),
+    ],
+    ids=["own", "collective", "timeout"],
+)
+def test_own_failure_is_reported_at_once(both, error, cause, second_hand):
+    """The sender hears of it from the thread that noticed it, and whether it is another's failure that was noticed."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        round_.watch(lambda: session.report(round_))
+        round_.fail(error, cause)
+        failed = sender.receive()
+    assert isinstance(failed, Failed)
+    assert (failed.round, failed.error["message"], failed.second_hand) == (1, error.message, second_hand)
+
+
+def test_what_the_sender_said_is_not_reported_back(both):
+    """An abort is answered with the position, and with nothing else."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        round_.watch(lambda: session.report(round_))
+        sender.send(Abort(round=1, error=error_to_wire(PlanError("no room"))))
+        assert isinstance(sender.receive(), Position)
+        session.send(Credit(round=1, limit=1))
+        assert isinstance(sender.receive(), Credit)
+
+
+def test_own_failure_is_raised_where_the_sender_does_not_say(both, monkeypatch):
+    """The cause that this rank knows says more than that the sender is silent."""
+    monkeypatch.setattr(module, "_OUTCOME_GRACE_S", 0.1)
+    session, _ = both
+    with session.running(1, 0.1) as round_:
+        round_.fail(PlanError("ours"))
+        with pytest.raises(PlanError, match="ours") as caught:
+            session.outcome(round_)
+    assert caught.value.outcome == "unchanged"
+
+
+@pytest.mark.parametrize(("begun", "outcome"), [(False, "unchanged"), (True, "poisoned")])
+def test_outcome_is_known_where_the_sender_dies(both, begun, outcome):
+    """Before it has let this rank begin no worker has bytes; afterwards one may."""
+    session, sender = both
+    with session.running(1, WAIT_S) as round_:
+        if begun:
+            sender.send(go(1))
+            session.go(round_, METADATA)
+        sender.sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerLostError, match="trainer rank 0, the sender, is gone") as caught:
+            session.outcome(round_)
+    assert (caught.value.rank, caught.value.outcome, caught.value.round) == (0, outcome, 1)
 
 
 def test_own_keys_are_sent_and_the_senders_are_not_sent_back(both):

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -43,14 +44,17 @@ from wt_common.session import (
     Installed,
     Metadata,
     Placed,
+    Position,
     Ready,
     State,
 )
 from wt_trainer import ParamMeta, TrainerInitInfo, WeightSource
 from wt_trainer.client import ServingControl
 from wt_trainer.init_infos import SessionFields
+from wt_trainer.leading import _run_to
 from wt_trainer.lifecycle import SessionTrainerEngine
 from wt_trainer.metadata import RoundMetadata
+from wt_trainer.round import Round
 from wt_trainer.session import Session
 
 WAIT_S = 10
@@ -167,6 +171,14 @@ class ToyWorker:
         except (EOFError, OSError):
             self.over.set()
             self.inbox.put(None)
+
+    def heard_abort(self, timeout_s):
+        """The abort, as soon as it is there."""
+        deadline = time.monotonic() + timeout_s
+        while not (aborts := [message for message in self.heard if isinstance(message, Abort)]):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return aborts[0]
 
     def die(self):
         self.peer.sock.shutdown(socket.SHUT_RDWR)
@@ -748,6 +760,78 @@ def test_dead_worker_fails_this_round_and_the_next(make_client, make_engine):
     assert client.calls == calls
 
 
+def test_workers_hear_of_a_failure_while_the_source_runs(make_client, make_engine, in_thread):
+    """Nobody waits for the sender's own thread, which may be in a collective of the source's: the others are free at once."""
+    client, in_source, go_on = make_client(ranks=TWO), threading.Event(), threading.Event()
+
+    class Slow(Source):
+        def iter_full(self):
+            in_source.set()
+            assert go_on.wait(WAIT_S)
+            yield from super().iter_full()
+
+    engine = make_engine(client, Slow())
+    sending = in_thread(engine.send_weights)
+    assert in_source.wait(WAIT_S)
+    client.workers[1].die()
+    message = client.workers[0].heard_abort(WAIT_S)
+    assert error_from_wire(message.error).rank == 1
+    go_on.set()
+    with pytest.raises(PeerLostError, match="worker rank 1") as caught:
+        sending.value()
+    assert caught.value.outcome == Outcome.POISONED  # the dead one may have had bytes
+
+
+def test_subclass_of_an_error_is_raised_as_what_the_other_ranks_raise(make_client, make_engine):
+    """A client's own kind of error is the class that crosses the wire, with the client's error as its cause."""
+
+    class StatusError(TransportError):
+        pass
+
+    client = make_client()
+    engine = make_engine(client)
+    client.before = failing("update", StatusError("500"))
+    with pytest.raises(TransportError, match="500") as caught:
+        engine.send_weights()
+    assert type(caught.value) is TransportError
+    assert isinstance(caught.value.__cause__, StatusError)
+
+
+@pytest.mark.parametrize("version", [5, "v"])
+def test_call_with_a_wrong_argument_is_a_call(make_client, make_engine, version):
+    """It has a number as any other, since all ranks count their calls."""
+    engine = make_engine(make_client())
+    if version == 5:
+        with pytest.raises(ConfigurationError) as caught:
+            engine.send_weights(weight_version=version)
+        assert (caught.value.round, caught.value.outcome) == (1, Outcome.UNCHANGED)
+    else:
+        engine.send_weights(weight_version=version)
+    assert engine.send_weights().round == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [
+        ((5, False), [(3, False), (-1, False)], 5),
+        ((2, False), [(3, False)], 3),
+        ((2, False), [(7, True)], 6),
+        ((7, True), [(3, False), (6, False)], 6),
+        ((2, False), [(3, True), (9, False)], 2),
+        ((-1, True), [(4, False)], -1),
+        ((2, False), [None, (4, False)], -1),
+        ((2, False), [], -1),
+        ((-1, False), [(-1, False)], -1),
+    ],
+)
+def test_all_run_to_the_furthest_that_all_can_reach(own, others, expected):
+    """That is what any has begun, but not where one's source stopped; with a rank that says nothing, or alone, none runs."""
+    round_ = Round(1, WAIT_S, threading.Condition())
+    round_.begun, round_.stopped = own
+    positions = [other and Position(round=1, index=other[0], stopped=other[1]) for other in others]
+    assert _run_to(round_, positions) == expected
+
+
 def test_frozen_worker_is_ended_by_the_deadline(make_client, make_engine):
     """A worker that says nothing costs the round's time and at most a second; the error names it and the outcome."""
     client, go_on = make_client(), threading.Event()
@@ -1034,17 +1118,13 @@ def test_second_interrupt_while_the_workers_are_asked(make_client, make_engine, 
 
     def interrupted(self, peers, message):
         notify(self, peers, message)
-        if isinstance(message, Abort):
-            round_ = self.round
-            monkeypatch.setattr(round_.changed, "wait_for", interrupt, raising=False)
-
-    def interrupt(ready, timeout=None):
-        monkeypatch.undo()
-        raise KeyboardInterrupt("second")
+        if isinstance(message, Abort):  # the calling thread waits for what the workers will say
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     monkeypatch.setattr(Session, "notify", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="second"):
+    with pytest.raises(KeyboardInterrupt) as caught:
         engine.send_weights()
+    assert "first" not in str(caught.value)
     assert (client.version, client.calls[-1], client.held) == ("v0+poisoned", "resume", False)
 
 

@@ -6,9 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from wt_common import AgreementError, Outcome, PlanError, RoundTimeoutError, StaleSessionError, TransportError
+from wt_common import (
+    AgreementError,
+    Outcome,
+    PeerLostError,
+    PlanError,
+    RoundTimeoutError,
+    StaleSessionError,
+    TransportError,
+    WeightTransferError,
+)
 from wt_common.session import Credit, Installed, Ready
-from wt_trainer.round import Round
+from wt_trainer.round import Cause, Round
 from wt_trainer.session import Peer
 
 
@@ -89,7 +98,7 @@ def test_first_failure_wins(round_):
     """Only the first failure counts, and it learns the round's number and time."""
     first = PlanError("first")
     round_.fail(first)
-    round_.fail(TransportError("second"))
+    round_.fail(PlanError("second"))
     assert round_.failure is first
     assert first.round == 3
     assert first.elapsed_s >= 0
@@ -270,17 +279,117 @@ def test_failed_call_fails_the_round_at_once(round_):
 def test_second_hand_failure_counts_where_nothing_better_comes(round_):
     """What is noticed of somebody else's failure fails the round, a moment later."""
     noticed = TransportError("the collective broke")
-    round_.fail_second_hand(noticed)
+    round_.fail(noticed, Cause.SECOND_HAND)
     assert round_.failure is noticed
 
 
 def test_second_hand_failure_gives_way_to_first_hand(round_, in_thread, monkeypatch):
     """Who failed says best why, also when its words come a little after what others notice."""
     monkeypatch.setattr("wt_trainer.round._FIRST_HAND_S", 10)
-    noticing = in_thread(lambda: round_.fail_second_hand(TransportError("the collective broke")))
+    noticing = in_thread(lambda: round_.fail(TransportError("the collective broke"), Cause.SECOND_HAND))
     round_.fail(PlanError("no room"))
     noticing.value()
     assert isinstance(round_.failure, PlanError)
+
+
+# --- which failure counts --------------------------------------------------------------------------------------
+
+
+def error_of(cause):
+    """An error whose class tells its cause, as far as one does."""
+    kinds = {Cause.DEATH: PeerLostError, Cause.FINDING: PlanError, Cause.SILENCE: RoundTimeoutError}
+    return kinds.get(cause, TransportError)(cause.name)
+
+
+@pytest.mark.parametrize("first", Cause)
+@pytest.mark.parametrize("second", Cause)
+def test_root_cause_counts_whichever_comes_first(round_, in_thread, monkeypatch, first, second):
+    """Of two failures within a moment the lower cause counts, the first of equals; a death or a finding is not waited with."""
+    monkeypatch.setattr("wt_trainer.round._FIRST_HAND_S", 0.1)
+    waiter = in_thread(lambda: round_.wait(never, lambda: "nothing"))
+    errors = [error_of(first), error_of(second)]
+    failing = [in_thread(lambda: round_.fail(errors[0], first))]
+    if first > Cause.FINDING:
+        with round_.changed:
+            round_.changed.wait_for(lambda: round_._suspected is not None, 10)
+    else:
+        failing[0].value()
+    round_.fail(errors[1], second)
+    expected = errors[1] if second < first and first > Cause.FINDING else errors[0]
+    with pytest.raises(type(expected)) as caught:
+        waiter.value()
+    assert caught.value is round_.failure is expected
+
+
+def test_cause_is_told_by_the_class():
+    """A lost peer is a death, a passed deadline silence, a foreign exception unknown, and whatever else a finding."""
+    assert [Cause.of(error_of(cause)) for cause in Cause] == [
+        Cause.DEATH,
+        Cause.FINDING,
+        Cause.EXCEPTION,
+        Cause.EXCEPTION,
+        Cause.SILENCE,
+        Cause.EXCEPTION,
+    ]
+
+
+def test_nothing_better_is_waited_for_past_the_deadline():
+    """A round whose time is over fails at once, whatever the cause."""
+    round_ = Round(3, 0, threading.Condition())
+    started = time.monotonic()
+    round_.fail(RoundTimeoutError("late"))
+    assert time.monotonic() - started < 0.1
+    assert isinstance(round_.failure, RoundTimeoutError)
+
+
+@pytest.mark.parametrize(("cause", "text"), [(Cause.REFUSAL, "500"), (Cause.SECOND_HAND, "still waiting for nothing")])
+def test_deadline_that_passes_in_the_grace(short, in_thread, monkeypatch, cause, text):
+    """It does not hide what is known, but says more than that a collective broke, which breaks at the deadline too."""
+    monkeypatch.setattr("wt_trainer.round._FIRST_HAND_S", 10)
+    failing = in_thread(lambda: short.fail(TransportError("500"), cause))
+    with pytest.raises(WeightTransferError, match=text) as caught:
+        short.wait(never, lambda: "nothing")
+    short.fail(RoundTimeoutError("late"))
+    failing.value()
+    assert (short.failure is caught.value) == (cause is Cause.REFUSAL)
+
+
+def test_suspicion_does_not_block(round_, until):
+    """A thread that reads says what it suspects and goes on; a finding counts at once."""
+    started = time.monotonic()
+    round_.suspect(TransportError("500"), Cause.REFUSAL)
+    assert time.monotonic() - started < 0.1
+    assert round_.failure is None
+    round_.suspect(PlanError("no room"))
+    assert isinstance(round_.failure, PlanError)
+
+
+def test_only_the_sender_decides(in_thread):
+    """On another rank the first failure ends the waits at once; the sender's own words are told apart."""
+    round_ = Round(3, 10, threading.Condition(), decides=False)
+    started = time.monotonic()
+    round_.fail(TransportError("a collective broke"), Cause.SECOND_HAND)
+    assert time.monotonic() - started < 0.1
+    assert (round_.cause, round_.told) == (Cause.SECOND_HAND, False)
+    other = Round(3, 10, threading.Condition(), decides=False)
+    other.fail(PlanError("no room"), told=True)
+    assert other.told
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["watched before", "watched after"])
+def test_failure_is_told_to_who_watches_once(round_, is_first):
+    """Who watches a round hears once that it has failed, also where it had failed before."""
+    heard = []
+    if is_first:
+        round_.watch(lambda: heard.append(round_.failure.message))
+    round_.fail(PlanError("no room"))
+    round_.fail(PlanError("second"))
+    if not is_first:
+        round_.watch(lambda: heard.append(round_.failure.message))
+    assert heard == ["no room"]
+
+
+# --- calls that fail -------------------------------------------------------------------------------------------
 
 
 def test_failed_call_gives_way_to_the_failed_peers_own_words(round_, monkeypatch):

@@ -13,7 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from wt_common import AgreementError, ConfigurationError, PeerLostError, PlanError, StaleSessionError
+from wt_common import (
+    AgreementError,
+    ConfigurationError,
+    PeerLostError,
+    PlanError,
+    StaleSessionError,
+    TransportError,
+)
 from wt_common.errors import error_from_wire, error_to_wire
 from wt_common.session import (
     FRAME_HEADER,
@@ -36,6 +43,7 @@ from wt_common.session import (
     Position,
     Ready,
     Refused,
+    RoundOutcome,
     Sent,
     State,
     StoreSet,
@@ -854,15 +862,80 @@ def test_trainer_rank_that_is_a_step_ahead_is_heard(session, join, until):
     """What another trainer rank says before the sender begins the round, its failure too, waits for the round."""
     follower = join(session, role="trainer", engine="", rank=1, size=0)
     follower.send(Joined(round=1, metadata_digest="ab"))
-    follower.send(Failed(round=2, error=error_to_wire(PlanError("no source")), stopped=True))
+    follower.send(Failed(round=2, error=error_to_wire(PlanError("no source"))))
     until(lambda: len(session._early) == 2)
     with session.running(1, WAIT_S) as round_:
         joined = round_.collect(Joined, session.followers)
         assert [post.metadata_digest for post in joined.values()] == ["ab"]
+    with session.running(2, WAIT_S) as round_, pytest.raises(PlanError, match="no source"):
+        round_.check()
+
+
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_rank_that_joins_a_later_round_fails_the_call_on_both(session, join, until, moment):
+    """It cannot be in step with the sender: both hear so at once, and go on from the higher number."""
+    follower = join(session, role="trainer", engine="", rank=1, size=0)
+    if moment == "before":
+        follower.send(Joined(round=7, metadata_digest="ab"))
+        until(lambda: session._early)
+    with session.running(5, WAIT_S) as round_:
+        if moment == "within":
+            follower.send(Joined(round=7, metadata_digest="ab"))
+        with pytest.raises(
+            AgreementError, match=r"trainer rank 1 is in its call 7 .*, the sender in its call 5"
+        ) as caught:
+            round_.collect(Joined, session.followers)
+        session.tell_outcome(RoundOutcome(round=5, error=error_to_wire(caught.value), number=session.in_step()))
+    outcome = follower.receive(RoundOutcome)
+    assert (outcome.round, outcome.number) == (7, 7)
+    with session.running(8, WAIT_S) as round_:
+        follower.send(Joined(round=8, metadata_digest="ab"))
+        round_.collect(Joined, session.followers)
+
+
+def test_rank_that_joins_a_round_again_fails_at_once(session, join):
+    """It counts less calls than it made: it hears so also where the sender is in no call, and from where to go on."""
+    follower = join(session, role="trainer", engine="", rank=1, size=0)
+    with session.running(5, WAIT_S) as round_:
+        follower.send(Joined(round=5, metadata_digest="ab"))
+        round_.collect(Joined, session.followers)
+    follower.send(Joined(round=5, metadata_digest="ab"))
+    outcome = follower.receive(RoundOutcome)
+    assert (outcome.round, outcome.number, outcome.error["code"]) == (5, 5, "agreement")
+
+
+def test_rank_that_is_late_or_ahead_is_in_step(session, join, until):
+    """A rank that failed its own call and made the next one, and one that comes to a round that is over, have missed nothing."""
+    ahead, late = (join(session, role="trainer", engine="", rank=rank, size=0) for rank in (1, 2))
+    ahead.send(Failed(round=1, error=error_to_wire(PlanError("no source"))))
+    ahead.send(Joined(round=2, metadata_digest="ab"))
+    until(lambda: len(session._early) == 2)
+    with session.running(1, WAIT_S) as round_, pytest.raises(PlanError, match="no source"):
+        round_.check()
     with session.running(2, WAIT_S) as round_:
-        with pytest.raises(PlanError, match="no source"):
-            round_.check()
-        assert round_.stopped
+        late.send(Joined(round=1, metadata_digest="ab"))
+        late.send(Joined(round=2, metadata_digest="ab"))
+        assert len(round_.collect(Joined, session.followers)) == 2
+
+
+def test_rank_that_cannot_take_part_fails_the_init(session, join):
+    """Its hello says why, and nobody takes it for one that is well."""
+    with session.running(0, WAIT_S) as round_:
+        join(session, role="trainer", engine="", rank=1, size=0, failure=error_to_wire(KeyError("w")))
+        with pytest.raises(TransportError, match="KeyError: 'w'") as caught:
+            session.wait_followers(round_, 1)
+    assert (caught.value.side, caught.value.rank) == ("trainer", 1)
+
+
+@pytest.mark.parametrize("phase", ["update", "resume"])
+def test_round_is_ended_at_its_deadline_while_the_source_runs(session, phase):
+    """The sender's own thread cannot look at the time meanwhile; in another phase it can, and nobody else ends the round."""
+    with session.running(1, 0.1) as round_:
+        round_.phase = phase
+        session.end_at_deadline(round_)
+        with round_.changed:
+            round_.changed.wait_for(lambda: round_.failure is not None, 0.5 if phase == "resume" else WAIT_S)
+        assert (round_.failure is not None) == (phase == "update")
 
 
 def test_notify_is_not_held_up_by_a_peer_that_does_not_read(session, join):

@@ -1,6 +1,7 @@
 """Taking parameters from a source: what it may yield, and what is done about the rest."""
 
 import threading
+import time
 import weakref
 from functools import cached_property
 
@@ -242,6 +243,69 @@ def test_memory_is_remembered_where_digests_are_compared(digest, expected):
     assert list(round_.lent) == expected
     assert round_.digest_now(0) == (digest_bytes(bytes_of(TENSORS["a"])) if digest else None)
     assert round_.digest_now(2) is None
+
+
+# --- after a failure -------------------------------------------------------------------------------------------
+
+
+class Counting(Source):
+    """Notes which parameters were asked for; `slow_s` is what each takes."""
+
+    def __init__(self, slow_s=0.0, **options):
+        super().__init__(
+            items=[("a", TENSORS["a"]), ("b", torch.zeros(3, dtype=torch.int8)), ("c", TENSORS["c"])], **options
+        )
+        self.slow_s = slow_s
+        self.asked = []
+
+    def iter_full(self):
+        for name, tensor in self.items:
+            time.sleep(self.slow_s)
+            self.asked.append(name)
+            yield name, tensor
+
+
+@pytest.mark.parametrize(("index", "asked"), [(-1, "a"), (0, "a"), (1, "ab"), (2, "abc"), (1 << 40, "abc")])
+def test_failed_source_is_run_to_where_others_are(index, asked):
+    """However far others have begun, parameters are taken up to there and no further, also where each takes its time."""
+    source = Counting(slow_s=0.3 if index == 2 else 0.0, owned=["a", "b", "c"])
+    stream = stream_of(source)
+    stream.piece(whole(0))
+    stream.round.fail(PlanError("elsewhere"))
+    stream.run_to(index)
+    assert source.asked == list(asked)
+    assert not stream.round.stopped
+
+
+def test_source_is_run_on_after_its_own_parameter_was_refused():
+    """What this rank refuses leaves the iterator alive: it runs on for the others."""
+    source = Counting(owned=["a", "b", "c"])
+    source.items[0] = ("a", torch.zeros(7))
+    stream = stream_of(source)
+    with pytest.raises(PlanError):
+        stream.piece(whole(0))
+    assert not stream.round.stopped
+    stream.run_to(2)
+    assert source.asked == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("how", ["raises", "ends"])
+def test_source_that_stopped_says_so(how):
+    """An iterator that raised or ended early cannot be run further, which the other ranks must know; running it does nothing."""
+
+    class Stopping(Source):
+        def iter_full(self):
+            yield "a", TENSORS["a"]
+            if how == "raises":
+                raise KeyError("c")
+
+    stream = stream_of(Stopping(owned=["a", "c"]))
+    stream.piece(whole(0))
+    assert not stream.round.stopped
+    with pytest.raises(KeyError if how == "raises" else PlanError):
+        stream.piece(whole(2))
+    assert (stream.round.stopped, stream.round.begun) == (True, 2)
+    stream.run_to(2)
 
 
 # --- digests ---------------------------------------------------------------------------------------------------

@@ -1677,12 +1677,17 @@ def test_state_is_told_while_a_call_runs(rank):
 
 
 def test_shutdown_leaves_the_session(rank):
-    """The sender hears that the worker goes, and the end; shutting down again does nothing; an update is then refused."""
+    """The sender hears that the worker goes, and the end; shutting down again does nothing; an update is then refused.
+
+    It is no stale session: nobody else has taken the server over. vLLM shuts its workers down when its engine has died.
+    """
     peer = rank.peer
     rank.engine.shutdown()
     rank.engine.shutdown()
     (leave,) = peer.rest()
-    assert "shut down" in error_from_wire(leave.error).message
+    error = error_from_wire(leave.error)
+    assert isinstance(error, PeerLostError)
+    assert "shut down" in error.message
     rank.books.start()
     with pytest.raises(StaleSessionError, match="not initialized"):
         rank.books.update(1, session="any")

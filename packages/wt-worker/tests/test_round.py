@@ -113,6 +113,7 @@ def test_second_hand_failure_gives_way_to_first_hand_words(round_, in_thread, mo
     round_.fail(PlanError("no room"), told=True)
     failing.value()
     assert isinstance(round_.failure, PlanError)
+    assert not round_.second_hand
 
 
 def test_second_hand_failure_counts_where_nobody_says_more(round_):
@@ -121,7 +122,7 @@ def test_second_hand_failure_counts_where_nobody_says_more(round_):
     round_.fail_second_hand(TransportError("connection reset"))
     assert time.monotonic() - started < 5
     assert round_.failure.message == "connection reset"
-    assert round_.told is False
+    assert (round_.told, round_.second_hand) == (False, True)
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from wt_common.session import (
     Auth,
     Challenge,
     Committed,
+    Ended,
     Enter,
     Go,
     Held,
@@ -219,9 +220,14 @@ def test_messages_wake_who_waits(join, in_thread):
 
 
 def test_abort_may_be_there_before_its_round(join):
-    """The update call takes another way than the abort: the round that it begins has failed, in the sender's words; only that."""
+    """The update call takes another way than the abort: the round that it begins has failed, in the sender's words; only that.
+
+    The abort is answered at once, since the call may never come.
+    """
     session, peer = join()
     peer.send(abort(1, PlanError("x")), abort(3, PlanError("the source failed")))
+    for number in (1, 3):
+        assert peer.receive(Ended) == Ended(round=number, touched=False)
     fence(peer)
     for number, expected in ((2, None), (3, "the source failed")):
         round_ = session.begin_round(number)
@@ -237,6 +243,7 @@ def test_messages_of_another_round_are_ignored(join):
     round_ = session.begin_round(2)
     for number in (1, 3):
         peer.send(go(number), Enter(round=number, group=5), Committed(round=number), abort(number, PlanError("x")))
+    assert peer.receive(Ended) == Ended(round=3, touched=False)
     fence(peer)
     assert (round_.posts, round_.num_entered, round_.failure) == ({}, 0, None)
     peer.send(go(2))

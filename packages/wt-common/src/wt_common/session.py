@@ -178,7 +178,8 @@ class Hello(Message):
     vLLM believes an update to be in progress on this rank; `poisoned` that an earlier round left the model half-written; `held`
     that an earlier sender has paused the server and not said that it resumed it; `can_sleep` that weights may leave its memory
     between rounds, as far as it knows. `settings` are what all members of a
-    communicator must have alike, as far as the backend knows. `server` is that of the init info.
+    communicator must have alike, as far as the backend knows. `server` is that of the init info. `failure` (trainer ranks) says
+    why it cannot take part: the init then fails on all ranks, with this error.
 
     `load_format` says how the server got its first weights, where that is known; with `dummy` they are random. Engines with
     the same `shares_model`, unless that is empty, hold one model together: each has some of its experts.
@@ -202,6 +203,7 @@ class Hello(Message):
     load_format: str = ""
     shares_model: str = ""
     server: int | None = None
+    failure: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -524,6 +526,8 @@ class RoundOutcome(Message):
 
     `run_to` is the last parameter (its place in the metadata) that any rank has begun to take from its source: every rank
     takes its own up to it, unsent, so that no rank is left alone in a collective of the source. -1 asks for nothing.
+
+    The ranks number their rounds alike by counting calls. `number` is the one to go on from, where their counts differed.
     """
 
     type = "round_outcome"
@@ -531,15 +535,20 @@ class RoundOutcome(Message):
     report: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     run_to: int = -1
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position(Message):
-    """C, another trainer rank, to an abort: the last parameter that it has begun to take; it takes no further one by itself."""
+    """C, another trainer rank, at once, to an abort: the last parameter that it has begun to take (-1: none).
+
+    It takes no further one by itself. `stopped`: it could not, since its source's iterator raised or ended at that one.
+    """
 
     type = "position"
     round: int
     index: int
+    stopped: bool = False
 
 
 # --- 4. failure ------------------------------------------------------------------------------------------------
@@ -547,12 +556,12 @@ class Position(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Message):
-    """C: this rank cannot go on with `round`. `stopped`: (trainer ranks) its source's iterator will not be run further."""
+    """C: this rank cannot go on with `round`. `second_hand`: it only noticed that somebody else does not (a collective broke)."""
 
     type = "failed"
     round: int
     error: dict[str, Any]
-    stopped: bool = False
+    second_hand: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Another trainer rank's end of the agreement channel: one connection to the sender, and the round in progress."""
+"""Another trainer rank's end of the agreement channel: one connection to the sender, and the round in progress.
+
+How the trainer ranks end a failed round together, which `leading.py` drives, is written down there.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from wt_common.session import (
     DigestAgain,
     DigestedAgain,
     Enter,
+    Failed,
     Go,
     Message,
     Metadata,
@@ -23,8 +27,9 @@ from wt_common.session import (
 )
 from wt_trainer.connection import Connection
 from wt_trainer.metadata import RoundMetadata
-from wt_trainer.round import Round
+from wt_trainer.round import Cause, Round
 from wt_trainer.store import RendezvousStore
+from wt_trainer.threads import run_in_thread
 
 __all__ = ["FollowerSession"]
 
@@ -54,9 +59,9 @@ class FollowerSession:
             StaleSessionError: the connection was closed by this rank.
         """
         with self.changed:
-            self.round = round_ = Round(number, timeout_s, self.changed)
+            self.round = round_ = Round(number, timeout_s, self.changed, decides=False)
             if self._lost is not None:
-                round_.fail(_copy(self._lost))
+                round_.fail(_copy(self._lost), told=True)
             early, self._early = self._early, []
             for message in early:
                 if getattr(message, "round", 0) > number:
@@ -74,7 +79,8 @@ class FollowerSession:
 
         Raises:
             PeerLostError: the sender is gone.
-            RoundTimeoutError: it did not say in time.
+            WeightTransferError: the sender did not say in time, and this rank's own failure is all that is known.
+            RoundTimeoutError: the same, without a failure.
         """
         posts = round_.posts.setdefault(RoundOutcome, {})
 
@@ -94,11 +100,14 @@ class FollowerSession:
             self.changed.wait_for(is_over, round_.remaining_s + _OUTCOME_GRACE_S)
             if _SENDER in posts:
                 return posts[_SENDER]  # type: ignore[return-value]  # filed under its own type
+            failure = None if round_.failure is None or round_.told else round_.failure
             if self._lost is not None:
-                raise self._lost
-        error = round_.timeout_error(lambda: "the sender, trainer rank 0, to say how the round ended")
+                failure = _copy(self._lost)
+        error = failure or round_.timeout_error(lambda: "the sender, trainer rank 0, to say how the round ended").fill(
+            rank=0
+        )
         # Once it has let this rank begin, workers may have bytes.
-        raise error.fill(rank=0, outcome=Outcome.POISONED if Go in round_.posts else Outcome.UNCHANGED)
+        raise error.fill(round=round_.number, outcome=Outcome.POISONED if Go in round_.posts else Outcome.UNCHANGED)
 
     def go(self, round_: Round, metadata: RoundMetadata) -> Go:
         """The sender's leave to begin, once it is there. Raises as `Round.wait` does.
@@ -129,6 +138,21 @@ class FollowerSession:
             self._lost = self._lost or StaleSessionError("shut down; call trainer_init again", side=Side.TRAINER)
         self._connection.close()
 
+    def report(self, round_: Round) -> None:
+        """The sender knows that this rank has failed `round_`, unless it said so itself, or is gone."""
+        if round_.failure is None or round_.told:
+            return
+        message = Failed(
+            round=round_.number,
+            error=error_to_wire(round_.failure),
+            second_hand=round_.cause is Cause.SECOND_HAND,
+        )
+        run_in_thread("wt-report", lambda: self._answer(message))
+
+    def _answer(self, message: Message) -> None:
+        with suppress(WeightTransferError):  # the reader thread fails the round
+            self.send(message)
+
     def _publish(self, message: StoreSet, origin: object) -> None:
         if origin is None:  # set here; what came from the sender has gone to everybody else from there
             with suppress(WeightTransferError):  # the reader thread fails the round
@@ -141,6 +165,8 @@ class FollowerSession:
         with self.changed:
             if self.round is None or getattr(message, "round", 0) > self.round.number:
                 self._early.append(message)
+                if isinstance(message, Abort):  # the others wait for it; in a round that has not begun here nothing has
+                    self._answer(Position(round=message.round, index=-1))
             else:
                 self._file(self.round, message)
                 self.changed.notify_all()
@@ -150,9 +176,10 @@ class FollowerSession:
         if getattr(message, "round", None) != round_.number:
             return
         if isinstance(message, Abort):
-            round_.fail(error_from_wire(message.error))
-            with suppress(WeightTransferError):  # the reader thread fails the round
-                self.send(Position(round=round_.number, index=round_.begun))
+            round_.fail(error_from_wire(message.error), told=True)
+            self._answer(Position(round=round_.number, index=round_.begun, stopped=round_.stopped))
+        elif isinstance(message, RoundOutcome) and message.error is not None:
+            round_.fail(error_from_wire(message.error), told=True)
         elif isinstance(message, Enter):
             round_.num_entered = message.group + 1
         round_.posts.setdefault(type(message), {})[_SENDER] = message
@@ -162,7 +189,7 @@ class FollowerSession:
             if self._lost is None:
                 self._lost = PeerLostError(f"trainer rank 0, the sender, is gone ({exc})", side=Side.TRAINER, rank=0)
             if self.round is not None:
-                self.round.fail(_copy(self._lost))
+                self.round.fail(_copy(self._lost), told=True)
             self.changed.notify_all()
 
 

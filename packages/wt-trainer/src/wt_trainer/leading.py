@@ -1,11 +1,35 @@
-"""The sender's half of a built-in engine: it makes the calls, watches everybody, and decides how a round ends."""
+"""The sender's half of a built-in engine: it makes the calls, watches everybody, and decides how a round ends.
+
+How the trainer ranks end a failed round. A source runs on the thread that called `send_weights`. That thread may be in a
+collective of the source's, which nobody can interrupt. So other threads do all that follows:
+
+1. A rank that fails tells the sender at once (`Failed`), from the thread that noticed it.
+2. On the sender all failures meet in `Round.fail`, which decides which one counts. A side thread (`_settle`) sends `Abort`
+   to all workers and trainer ranks.
+3. A rank whose round has failed begins no further parameter by itself. Its reader thread answers the abort with the last one
+   that it has begun (`Position`), while its own thread may be in the source. The sender knows its own.
+4. `_settle` hears from the workers how the round left them, and sends `RoundOutcome` to all trainer ranks: the error with its
+   outcome, and `run_to`, the furthest parameter that any rank has begun. It ends every wait of theirs.
+5. Each rank takes its own source's parameters up to `run_to`, without a limit in time, and raises the error. So all ranks enter
+   the same collectives, whoever failed and why: a rank whose own parameter was refused (`PlanError`) runs on as well.
+
+Where a rank cannot run on, the others cannot be helped: they are in a collective with one that never comes, and only that
+collective's own error or timeout ends it. `run_to` then stops short of it. A source that raised or ended early at a parameter
+runs no further: all run to the one before. A rank that is dead, or does not answer (it is frozen), may be anywhere: none runs
+on. If the sender is dead nobody decides: each rank stops where it is.
+
+Before the first update call nobody has begun a parameter. Then 3 is left out, and all ranks hear of the failure at once. After
+the verdict no rank is stopped: all run their source to its end.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +40,6 @@ from wt_common import (
     IntegrityError,
     Outcome,
     Phase,
-    PlanError,
     Side,
     WeightTransferError,
 )
@@ -30,6 +53,7 @@ from wt_common.session import (
     Finishing,
     Installed,
     Joined,
+    Message,
     Position,
     Ready,
     RoundOutcome,
@@ -57,6 +81,7 @@ logger = logging.getLogger(__name__)
 _ENDED_GRACE_S = 0.8  # for workers to say how it left them (less where the deadline has passed)
 _LATE_GRACE_S = 0.3
 _DIGEST_AGAIN_S = 5.0  # for another trainer rank to digest one parameter: 2 GB/s on one core
+_BEFORE_START = ("init", "pause")  # phases in which nobody has been called
 _LEAVE_S = 2.0  # more than a channel takes to close; see there
 
 
@@ -166,26 +191,23 @@ class LeadingEngine(SessionEngine[TInfo]):
 
     # --- a round -------------------------------------------------------------------------------------------
 
-    def _lead(self, session: Session, version: str | None) -> TransferReport:
-        """The round, on the sender."""
-        with self._serving.bounded(self._timeout_s), session.running(self._round_number, self._timeout_s) as round_:
+    def _lead(self, session: Session, weight_version: str | None, check: Callable[[], None]) -> TransferReport:
+        """The round, on the sender; `check` raises where an argument is wrong."""
+        number = self._round_number
+        with self._serving.bounded(self._timeout_s), session.running(number, self._timeout_s) as round_:
+            round_.watch(lambda: self._settle_soon(session, round_, unless=Outcome.COMMITTED))
+            if session.followers:  # else nobody waits for this thread but workers, which end by themselves
+                run_in_thread("wt-deadline", lambda: session.end_at_deadline(round_))
             try:
+                check()
+                version = None if self._is_draft else str(number) if weight_version is None else weight_version
                 published = version if self._takes_version else None
                 with self._serving.held(session, round_, published) as hold:
                     report = self._run(session, round_, version)
             except BaseException as exc:
-                error = as_ours(exc).fill(
-                    side=Side.TRAINER,
-                    phase=_error_phase(round_.phase),
-                    backend=self.backend,
-                    round=round_.number,
-                    elapsed_s=round_.elapsed_s,
-                    outcome=round_.outcome or Outcome.UNCHANGED,  # no outcome yet: it failed before the first call
-                )
-                run_to = _last_begun(session, round_)
-                outcome = RoundOutcome(round=round_.number, error=error_to_wire(error), run_to=run_to)
-                session.notify(session.followers, outcome)
-                self._run_source_to(run_to)
+                error = self._failure(session, round_, exc)
+                self._round_number = session.in_step()
+                self._run_source_to(round_, round_.run_to)
                 if error is exc or not isinstance(exc, Exception):
                     raise
                 raise error from exc
@@ -202,10 +224,7 @@ class LeadingEngine(SessionEngine[TInfo]):
         try:
             return self._drive(session, round_, version)
         except BaseException as exc:
-            error = as_ours(exc)
-            if round_.failure is None and (isinstance(error, PlanError) or error is not exc):
-                round_.stopped = True  # our own source: the other ranks' collectives would wait for it in vain
-            self._settle(session, round_, error)
+            error = self._failure(session, round_, exc)
             if error is exc or not isinstance(exc, Exception):
                 raise
             raise error from exc
@@ -220,7 +239,14 @@ class LeadingEngine(SessionEngine[TInfo]):
             self._compare_sources(session, round_, metadata)
             session.expect_placed(round_.number, metadata.digest, is_draft=self._is_draft)
             info = {"session": session.id, "round": round_.number, "metadata_digest": metadata.digest}
-            call = Call("update_weights", lambda: self.client.update_weights(info), round_)
+
+            def update() -> None:
+                with round_.changed:
+                    round_.check()
+                    round_.is_called = True
+                self.client.update_weights(info)
+
+            call = Call("update_weights", update, round_)
             round_.run("start_weight_update", self.client.start_weight_update, then=call).join()
         with round_.timed("update"):
             self._get_ahead(session, round_, metadata)
@@ -389,40 +415,80 @@ class LeadingEngine(SessionEngine[TInfo]):
             now = _digest_now(session, round_, root, place)
             raise blamed(exc, root=root, sent=digests[place], now=now) from None
 
-    def _settle(self, session: Session, round_: Round, error: WeightTransferError) -> None:
-        """Tell every peer that the round is over, and find out how that left the workers."""
-        round_.fail(error)
-        workers = session.workers
-        if round_.outcome is Outcome.COMMITTED:
+    def _failure(self, session: Session, round_: Round, exc: BaseException) -> WeightTransferError:
+        """The error with which the round ends, now that `exc` has been raised on the sender's own thread; all ranks know it."""
+        try:
+            round_.fail(as_ours(exc).fill(side=Side.TRAINER))
+            self._settle_soon(session, round_)
+            with round_.changed:
+                round_.changed.wait_for(lambda: round_.is_settled)
+                assert round_.failure is not None  # it has just failed
+                return round_.failure
+        finally:  # also where a second interrupt ends the wait: who has not answered may be touched
+            _decide_outcome(session, round_)
+
+    def _settle_soon(self, session: Session, round_: Round, *, unless: Outcome | None = None) -> None:
+        """Have the failed round settled on a side thread. After the verdict, only the sender's own thread knows that it fails."""
+        with round_.changed:
+            if round_.is_settling or (unless is not None and round_.outcome is unless):
+                return
+            round_.is_settling = True
+        run_in_thread(f"wt-settle round {round_.number}", lambda: self._settle(session, round_))
+
+    def _settle(self, session: Session, round_: Round) -> None:
+        """Tell every peer that the round is over, find out how that left the workers, and tell the other trainer ranks."""
+        try:
+            self._end_everywhere(session, round_)
+        except Exception:  # a bug
+            logger.exception("the failed round could not be ended in good order")
+        finally:  # nobody may wait for this thread for ever
+            with round_.changed:
+                round_.is_settled = True
+                round_.changed.notify_all()
+
+    def _end_everywhere(self, session: Session, round_: Round) -> None:
+        error, workers, followers = round_.failure, session.workers, session.followers
+        assert error is not None  # that is why
+        error.fill(side=Side.TRAINER, phase=_error_phase(round_.phase), backend=self.backend)
+        is_final, has_begun = round_.outcome is Outcome.COMMITTED, round_.phase not in _BEFORE_START
+        if is_final:
+            round_.run_to = sys.maxsize
             # The verdict is final: a worker must not find an abort behind it. An interrupt may have come before it was sent.
             session.notify(workers, Committed(round=round_.number))
-            self._end_transfer(failed=True)
-            return
-        session.notify([*workers, *session.followers], Abort(round=round_.number, error=error_to_wire(error)))
+        elif has_begun:
+            session.notify([*workers, *followers], Abort(round=round_.number, error=error_to_wire(error)))
         left = threading.Event()
 
         def leave() -> None:
             self._end_transfer(failed=True)
             left.set()
 
-        run_in_thread("wt-leave", leave)  # a communicator takes half a second, which the workers need as well
+        if followers or has_begun:  # the other ranks leave theirs in any case, and all must be new together
+            run_in_thread("wt-leave", leave)  # a communicator takes half a second, which the workers need as well
+        else:
+            left.set()
+        if round_.is_called and not is_final:
+            self._hear_how_it_ended(round_, workers, followers)
+        error.fill(outcome=_decide_outcome(session, round_))
+        outcome = RoundOutcome(
+            round=round_.number, error=error_to_wire(error), run_to=round_.run_to, number=session.in_step()
+        )
+        session.tell_outcome(outcome)
+        left.wait(_LEAVE_S)  # from then on no tensor of the source's is read
+
+    def _hear_how_it_ended(self, round_: Round, workers: list[Peer], followers: list[Peer]) -> None:
+        """All have said how the round left them, as far as they do, and `round_.run_to` is known."""
         ended = round_.posts.setdefault(Ended, {})
         positions = round_.posts.setdefault(Position, {})
-        try:
-            with round_.changed:
-                round_.changed.wait_for(
-                    lambda: (
-                        all(peer.key in ended or peer.lost for peer in workers)
-                        and all(peer.key in positions or peer.lost for peer in session.followers)
-                    ),
-                    min(_ENDED_GRACE_S, round_.remaining_s + _LATE_GRACE_S),
-                )
-            left.wait(_LEAVE_S)  # from then on no tensor of the source's is read
-        finally:  # also where a second interrupt ends the wait: who has not answered may be touched
-            with round_.changed:
-                if round_.outcome is None:
-                    touched = any(may_be_touched(round_, peer) for peer in workers)
-                    round_.outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
+        with round_.changed:
+            round_.changed.wait_for(
+                lambda: (
+                    all(peer.key in ended or peer.lost for peer in workers)
+                    and all(peer.key in positions or peer.lost for peer in followers)
+                ),
+                min(_ENDED_GRACE_S, round_.remaining_s + _LATE_GRACE_S),
+            )
+            round_.run_to = _run_to(round_, [None if peer.lost else positions.get(peer.key) for peer in followers])
 
 
 def _left_text(left: list[Peer]) -> str:
@@ -454,13 +520,25 @@ def _digest_now(session: Session, round_: Round, root: int, place: int) -> int |
     )
 
 
-def _last_begun(session: Session, round_: Round) -> int:
-    """How far all trainer ranks run their source after a failed round, so that no collective lacks a rank; -1: not at all."""
-    followers = session.followers
-    positions = [round_.posts.get(Position, {}).get(peer.key) for peer in followers]
-    if not followers or round_.stopped or None in positions:
+def _decide_outcome(session: Session, round_: Round) -> Outcome:
+    """How the failed round left the workers, as far as they have said; once decided it stays."""
+    with round_.changed:
+        if round_.outcome is None:
+            touched = round_.is_called and any(may_be_touched(round_, peer) for peer in session.workers)
+            round_.outcome = Outcome.POISONED if touched else Outcome.UNCHANGED
+        return round_.outcome
+
+
+def _run_to(round_: Round, others: list[Message | None]) -> int:
+    """How far all trainer ranks run their source after a failed round, by the positions of the others; -1: not at all."""
+    positions = [
+        Position(round=round_.number, index=round_.begun, stopped=round_.stopped),
+        *(other for other in others if isinstance(other, Position)),
+    ]
+    if not others or len(positions) <= len(others):
         return -1
-    return max(round_.begun, *(position.index for position in positions if isinstance(position, Position)))
+    furthest = max(position.index for position in positions)
+    return max(-1, min([furthest, *(position.index - 1 for position in positions if position.stopped)]))
 
 
 def _error_phase(phase: str) -> str | None:

@@ -67,7 +67,7 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
             source: what to send in this round instead of the engine's own source, such as the draft model's weights.
 
         Raises:
-            ConfigurationError: this backend cannot update draft models; nothing was called.
+            ConfigurationError: this backend cannot update draft models, or an argument is wrong; nothing was called.
             StaleSessionError: the engine was shut down, or is of the process from which this one was forked; nothing was called.
             WeightTransferError: the round failed. `outcome` says how it left the models: `unchanged` (send again),
                 `poisoned` (only a full round repairs them), `committed` (installed, but a later call failed).
@@ -81,20 +81,6 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
             )
         if self._session is None and self._following is None:
             raise StaleSessionError("shut down; call trainer_init again", side=Side.TRAINER, backend=self.backend)
-        if self._is_draft and not self.supports_draft_weight_update:
-            raise ConfigurationError(
-                f"backend {self.backend!r} cannot update draft models; use a broadcast backend for them",
-                side=Side.TRAINER,
-                backend=self.backend,
-            )
-        if weight_version is not None and not isinstance(weight_version, str):
-            raise ConfigurationError(
-                f"weight_version: expected a str or None, got {weight_version!r}",
-                side=Side.TRAINER,
-                backend=self.backend,
-            )
-        if source is not None:
-            self._check_source(source)
         if not self._in_send.acquire(blocking=False):
             raise ConfigurationError(
                 "send_weights: a round is in progress on another thread; one at a time",
@@ -103,10 +89,12 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
             )
         try:
             self._round_source = self.source if source is None else source
-            self._round_number += 1
-            number = str(self._round_number)
-            version = None if self._is_draft else number if weight_version is None else weight_version
-            report = self._lead(self._session, version) if self._session else self._take_part()
+            self._round_number += 1  # in any case: the ranks number their rounds by counting calls
+
+            def check() -> None:
+                self._check_arguments(weight_version, source)
+
+            report = self._lead(self._session, weight_version, check) if self._session else self._take_part(check)
         finally:
             self._round_source = self.source
             self._let_go()
@@ -121,6 +109,23 @@ class SessionTrainerEngine(LeadingEngine[TInfo], FollowingEngine[TInfo]):
                 ", ".join(report.not_synced),
             )
         return report
+
+    def _check_arguments(self, weight_version: str | None, source: WeightSource | None) -> None:
+        """What `send_weights` was given can be sent. Within the round, so that all ranks hear of it."""
+        if self._is_draft and not self.supports_draft_weight_update:
+            raise ConfigurationError(
+                f"backend {self.backend!r} cannot update draft models; use a broadcast backend for them",
+                side=Side.TRAINER,
+                backend=self.backend,
+            )
+        if weight_version is not None and not isinstance(weight_version, str):
+            raise ConfigurationError(
+                f"weight_version: expected a str or None, got {weight_version!r}",
+                side=Side.TRAINER,
+                backend=self.backend,
+            )
+        if source is not None:
+            self._check_source(source)
 
     def shutdown(self) -> None:
         """Leave the session: workers see the end and go on serving; no group, socket or thread of ours is left.

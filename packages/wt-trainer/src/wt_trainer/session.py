@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from wt_common import AgreementError, ConfigurationError, PeerLostError, Side, StaleSessionError, WeightTransferError
 from wt_common.errors import error_from_wire, error_to_wire
@@ -30,12 +30,14 @@ from wt_common.session import (
     Failed,
     Hello,
     Holding,
+    Joined,
     Leave,
     Message,
     Placed,
     Position,
     Ready,
     Refused,
+    RoundOutcome,
     Sent,
     State,
     StoreSet,
@@ -43,8 +45,9 @@ from wt_common.session import (
     proof,
 )
 from wt_trainer.connection import SEND_S, Connection, close_in_child
-from wt_trainer.round import Round
+from wt_trainer.round import Cause, Round
 from wt_trainer.store import RendezvousStore
+from wt_trainer.threads import run_in_thread
 
 __all__ = ["Peer", "Session", "local_address_towards"]
 
@@ -56,6 +59,7 @@ _SHARE_OF_FILES = 8  # and no more than one in so many of the descriptors that t
 _ACCEPT_RETRY_S = 0.1  # for files to be closed, or a thread to end, meanwhile
 _MAX_LATE_ROUNDS = 8  # a worker that is this far behind is lost before
 _MAX_PLACED = 32  # parameters of which a worker's placement is known: more than a worker knows itself
+_LATE_S = 0.1  # past the deadline, for the sender's own thread to notice it
 _NOTIFY_S = 0.5  # for a message to a peer that may be frozen, where the round has failed already
 MAX_RANKS = 1 << 16
 """Ranks of one engine, or of the trainer: more than any cluster has, and few enough to be listed in an error."""
@@ -67,6 +71,7 @@ class Peer:
 
     `placed` has what a worker said last of parameters; they are named by their metadata's digest, and whether they are a draft's.
     `replaced` says that it has left for another trainer.
+    `joined` is the last round that another trainer rank has joined, or failed in; `strayed` whether that is not the sender's.
     """
 
     hello: Hello
@@ -74,6 +79,8 @@ class Peer:
     lost: Exception | None = None
     placed: dict[tuple[str, bool], Placed] = field(default_factory=dict)
     replaced: bool = False
+    joined: int = -1
+    strayed: bool = False
 
     def keep(self, key: tuple[str, bool], placed: Placed) -> None:
         """The worker is ready for `key` now, with `placed`; what it has not used for long is forgotten.
@@ -111,7 +118,11 @@ class Session:
     3. The sender seals the list: it listens no more and no one joins; workers are numbered by (engine, rank).
     4. Rounds run one after the other. A message of another round is answered with an abort.
 
-    The first failure of a peer in a round fails the round. All state is guarded by `changed`.
+    A failure of a peer in a round fails the round (which one counts, `Round` says). All state is guarded by `changed`.
+
+    Trainer ranks number their rounds by counting their calls of `send_weights`, those included that failed at once. A rank that
+    joins late, or a round ahead, is waited for. One that cannot be in step (it joins a round that it had joined before, or a
+    later one while this one waits for it) fails the call at once on all ranks; all go on from the highest number (`in_step`).
 
     Args:
         address: local address to listen on; it must be the one the peers reach.
@@ -146,7 +157,7 @@ class Session:
         self.store = RendezvousStore(self.changed, self._publish)
         self.round: Round | None = None
         self.refusal: WeightTransferError | None = None
-        self._last_round = -1
+        self._last_round = self._go_on_from = -1
         self._placing: dict[int, tuple[str, bool]] = {}  # by round, the key in `Peer.placed` of what it sends
         self._early: list[
             tuple[Peer, Message]
@@ -270,15 +281,43 @@ class Session:
             for peer in self._peers.values():
                 if peer.lost is not None:
                     round_.fail(_lost_error(peer, peer.lost))
+            have_called = {peer.key for peer, message in self._early if message.round == number}  # type: ignore[attr-defined]
             for peer, message in self._early:
                 if message.round == number:  # type: ignore[attr-defined]  # only messages of a round are kept
                     self._file(round_, peer, message)
+                elif isinstance(message, Joined) and message.round > number and peer.key not in have_called:
+                    self._fail_out_of_step(peer, message.round)
             self._early = [early for early in self._early if early[1].round > number]  # type: ignore[attr-defined]
         try:
             yield round_
         finally:
             with self.changed:
                 self.round = None
+                self.changed.notify_all()
+
+    def end_at_deadline(self, round_: Round) -> None:
+        """Fail `round_` at its deadline, if the sender's own thread is in its source then, and so cannot.
+
+        It does that a moment late: the sender's own words, if it is elsewhere, say more. Blocks until the round is over.
+        """
+        with self.changed:
+            if self.changed.wait_for(
+                lambda: self.round is not round_ or round_.failure is not None, round_.remaining_s + _LATE_S
+            ):
+                return
+            if round_.phase == "update":
+                round_.suspect(round_.timeout_error(lambda: "the sender's source"))
+
+    def in_step(self) -> int:
+        """The number from which all trainer ranks go on: that of the last round, or a higher one where their counts differed."""
+        return max(self._last_round, self._go_on_from)
+
+    def tell_outcome(self, outcome: RoundOutcome) -> None:
+        """Every other trainer rank knows how the round ended; one that is in another round by mistake, as the end of that."""
+        for peer in self.followers:
+            with self.changed:
+                number, peer.strayed = peer.joined if peer.strayed else outcome.round, False
+            self.notify([peer], replace(outcome, round=number))
 
     def close(self) -> None:
         """Close the listener and every connection; peers see end of file. Idempotent. A forked child has nothing to close."""
@@ -378,6 +417,8 @@ class Session:
                 self._check_new(peer)
                 connection.send(Accepted())  # before anybody else finds the peer and sends to it; too short to block
                 self._peers[peer.key] = peer
+                if hello.failure is not None and not peer.is_worker:  # before anybody takes it for one that is well
+                    self._on_message(peer, Failed(round=0, error=hello.failure))
         except AgreementError as exc:
             exc.fill(side=Side.TRAINER, phase="init", engine=hello.engine or None, rank=hello.rank)
             with self.changed:
@@ -426,6 +467,11 @@ class Session:
                     peer.keep(key, placed)
             if isinstance(message, Placed):
                 return
+            if isinstance(message, Joined) and not peer.is_worker and not self._is_in_step(peer, message.round):
+                self._fail_out_of_step(peer, message.round)
+                return
+            if isinstance(message, Failed):
+                peer.joined = max(peer.joined, message.round)
             if self.round is not None and number == self.round.number:
                 self._file(self.round, peer, message)
                 return
@@ -440,12 +486,39 @@ class Session:
             stale = StaleSessionError(f"round {number} is over (session {self.id})", side=Side.TRAINER, round=number)
             self.notify([peer], Abort(round=int(number or 0), error=error_to_wire(stale)))
 
+    def _is_in_step(self, peer: Peer, number: int) -> bool:
+        """Whether trainer rank `peer`, which joins round `number`, may have made as many calls as the sender."""
+        before, peer.joined = peer.joined, number
+        if number <= before:
+            return False
+        round_ = self.round
+        return round_ is None or round_.failure is not None or before == round_.number or number <= round_.number
+
+    def _fail_out_of_step(self, peer: Peer, number: int) -> None:
+        """`peer` is in round `number`, and the sender can be in no such round: both calls fail."""
+        current = self._last_round if self.round is None else self.round.number
+        error = AgreementError(
+            f"trainer rank {peer.hello.rank} is in its call {number} of send_weights, the sender in its call {current}: one has "
+            "left out a call, or made one more. All trainer ranks must make each call; from the next one they are in step again",
+            side=Side.TRAINER,
+            rank=peer.hello.rank,
+        )
+        self._go_on_from = max(self._go_on_from, current, number)
+        peer.strayed = self.round is not None
+        if self.round is not None:
+            self.round.fail(error)
+            return
+        outcome = RoundOutcome(round=number, error=error_to_wire(error), number=self._go_on_from)
+        run_in_thread("wt-notify", lambda: self.notify([peer], outcome))
+
     def _file(self, round_: Round, peer: Peer, message: Message) -> None:
         """Take a message of `round_`."""
         if isinstance(message, Failed):
-            round_.stopped = round_.stopped or message.stopped
             error = error_from_wire(message.error)
-            round_.fail(error.fill(side=peer.hello.role, engine=peer.hello.engine or None, rank=peer.hello.rank))
+            error.fill(side=peer.hello.role, engine=peer.hello.engine or None, rank=peer.hello.rank)
+            # It is the word of a process that lives; in an init there is no collective of which it may be a consequence.
+            cause = max(Cause.FINDING, Cause.of(error)) if round_.number else Cause.FINDING
+            round_.suspect(error, Cause.SECOND_HAND if message.second_hand else cause)
         elif isinstance(message, Credit):
             round_.credits[peer.key] = message.limit
         round_.posts.setdefault(type(message), {})[peer.key] = message
@@ -457,7 +530,6 @@ class Session:
             if peer.lost is None:
                 peer.lost = exc
             if self.round is not None and not self._closed:
-                self.round.stopped = self.round.stopped or not peer.is_worker
                 self.round.fail(_lost_error(peer, exc))
             self.changed.notify_all()
 

@@ -19,7 +19,7 @@ from wt_trainer.follower import FollowerSession
 from wt_trainer.init_infos import SessionFields
 from wt_trainer.metadata import RoundMetadata
 from wt_trainer.ranks import TrainerRanks
-from wt_trainer.round import Round
+from wt_trainer.round import Round, as_wired
 from wt_trainer.serving import Serving
 from wt_trainer.session import Session
 from wt_trainer.source import WeightSource
@@ -138,8 +138,11 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
         `round_.digests` as above.
         """
 
-    def _run_source_to(self, index: int) -> None:
-        """Take the source's parameters up to place `index` of the metadata, unsent; see `RoundOutcome.run_to`."""
+    def _run_source_to(self, round_: Round, index: int) -> None:
+        """After the failed `round_`: take the source's parameters up to place `index` of the metadata, unsent.
+
+        See `RoundOutcome.run_to`. The round may have failed before the source was begun.
+        """
 
     def _let_go(self) -> None:
         """Called at the end of `send_weights`, however it ended: hold none of the source's tensors until the next round.
@@ -148,7 +151,10 @@ class SessionEngine(TrainerWeightTransferEngine[TInfo]):
         """
 
     def _end_transfer(self, *, failed: bool) -> None:
-        """Called after every round, and at shutdown; `failed` says that nothing half-used may be used again."""
+        """Called after every round, and at shutdown; `failed` says that nothing half-used may be used again.
+
+        After a failed round on a side thread, while this rank's own thread may still be in its source.
+        """
 
 
 def _session_fields(init_info: TrainerInitInfo) -> SessionFields:
@@ -158,7 +164,10 @@ def _session_fields(init_info: TrainerInitInfo) -> SessionFields:
 
 
 def as_ours(exc: BaseException) -> WeightTransferError:
-    """`exc` if it is ours, else ours for it: what a user's source or client raised is reported, and chained."""
+    """`exc` if it is ours, else ours for it: what a user's source or client raised is reported, and chained.
+
+    Of a subclass of ours it is the class that crosses the wire, so that all ranks raise the same.
+    """
     if isinstance(exc, WeightTransferError):
-        return exc
+        return as_wired(exc)
     return TransportError(f"the trainer failed in the round ({type(exc).__name__}: {exc})", side=Side.TRAINER)

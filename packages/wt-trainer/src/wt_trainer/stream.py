@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -21,8 +20,6 @@ __all__ = ["CheckedStream", "LentMemory", "Loan"]
 
 logger = logging.getLogger(__name__)
 
-# Ranks in step are a parameter or two apart; those without collectives may be far, which does not matter.
-_RUN_TO_S = 0.2
 _MASK = (1 << 64) - 1
 _END = object()  # of a source's iterator
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -76,7 +73,10 @@ class CheckedStream:
     `take_digests`, or on a GPU adds them to `totals`. So they are over the bytes that go out, and a worker finds out also about
     bytes that changed here on their way.
 
+    Where the source's iterator raises or ends early, `round_.stopped` says so: it cannot be run to where other ranks are.
+
     Attributes:
+        round: in which it is taken from.
         is_digested: whether digests are wanted.
         totals: on a GPU, by place in the metadata, digests as int64 that wrap around.
     """
@@ -92,7 +92,7 @@ class CheckedStream:
         digest: bool,
         device: torch.device = CPU,
     ) -> None:
-        self._round = round_
+        self.round = round_
         self._rank = rank
         self._source = source
         self.is_digested = digest
@@ -139,11 +139,11 @@ class CheckedStream:
 
     def take_digests(self, indexes: Sequence[int], digests: Sequence[int]) -> None:
         """The digests of whole parameters that this rank is the root of."""
-        self._round.digests.update(zip(indexes, digests, strict=True))
+        self.round.digests.update(zip(indexes, digests, strict=True))
 
     def add_digest(self, index: int, digest: int) -> None:
         """The digest of a piece of parameter `index`, which this rank is the root of; those of its pieces add up."""
-        self._round.digests[index] = self._digests[index] = (self._digests.get(index, 0) + digest) & _MASK
+        self.round.digests[index] = self._digests[index] = (self._digests.get(index, 0) + digest) & _MASK
 
     @property
     def is_lent(self) -> bool:
@@ -164,8 +164,8 @@ class CheckedStream:
     def sent_in_place(self) -> None:
         """The current parameter, or a piece of it, is lent until its bytes have gone out."""
         index = self._expected[self._position]
-        if self.is_digested and index not in self._round.lent and type(self._flat) in PLAIN:
-            self._round.lent[index] = LentMemory(self._flat)
+        if self.is_digested and index not in self.round.lent and type(self._flat) in PLAIN:
+            self.round.lent[index] = LentMemory(self._flat)
 
     def finish(self) -> None:
         """Check what is left: parameters that another rank sends, empty ones, and that nothing comes after the last."""
@@ -174,25 +174,24 @@ class CheckedStream:
         roots, sizes = self._metadata.roots, self._wire.sizes_bytes
         if len(self.totals):
             found = unsigned(self.totals)
-            self._round.digests.update((place, found[place]) for place in self._expected if roots[place] == self._rank)
+            self.round.digests.update((place, found[place]) for place in self._expected if roots[place] == self._rank)
         elif self.is_digested and 0 in sizes:
             empty = (place for place in self._expected if roots[place] == self._rank and not sizes[place])
-            self._round.digests.update(dict.fromkeys(empty, 0))
+            self.round.digests.update(dict.fromkeys(empty, 0))
         extra = next(self._items, _END)
         if extra is not _END:
             got, _ = _checked_item(extra, self.current)
             raise _plan_error(got, f"the source yields {got!r} after the last parameter that this rank owns")
 
     def run_to(self, index: int) -> None:
-        """After a failure: take parameters up to `index`, for the sake of the other ranks' collectives, but not for long."""
-        deadline = time.monotonic() + _RUN_TO_S
+        """After a failure: take parameters up to `index`, for the sake of the other ranks' collectives.
+
+        Without a limit of ours: a rank that gave up in the middle would leave those alone that have begun `index`.
+        """
         try:
             while self._position < len(self._expected) - 1 and self._expected[self._position + 1] <= index:
                 self._position += 1
                 next(self._items, None)
-                if time.monotonic() > deadline:
-                    logger.warning("the source was left at %r; another rank is further", self.current)
-                    return
         except Exception:
             logger.exception("the source failed at %r after the round had", self.current)
 
@@ -217,10 +216,14 @@ class CheckedStream:
     def _take(self) -> None:
         """The source's next parameter is the current one. A model may have 30,000 of them: 2 microseconds each."""
         index = self._expected[self._position + 1]
-        self._round.begin_parameter(index)
+        self.round.begin_parameter(index)
         self._position += 1
         metadata = self._metadata
-        item = next(self._items, _END)
+        try:
+            item = next(self._items, _END)
+        except BaseException:
+            self.round.stopped = True
+            raise
         if isinstance(item, tuple) and len(item) == 2 and item[0] == metadata.names[index]:
             tensor = item[1]
             if (
@@ -241,6 +244,7 @@ class CheckedStream:
         metadata = self._metadata
         name = metadata.names[index]
         if item is _END:
+            self.round.stopped = True
             raise _plan_error(name, f"the source ended before parameter {name!r}, which its metadata declares")
         got, tensor = _checked_item(item, name)
         if got != name:

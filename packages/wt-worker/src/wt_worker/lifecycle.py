@@ -21,6 +21,7 @@ from wt_common import (
     AgreementError,
     IntegrityError,
     Outcome,
+    PeerLostError,
     Phase,
     PlanError,
     Side,
@@ -271,8 +272,11 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             raise StaleSessionError(f"finish_weight_update without a round: {why}", side=Side.WORKER)
 
     def shutdown(self) -> None:
-        """The session is left, its round aborted; the model can serve. May be called at any time and again."""
-        self._leave(StaleSessionError("the worker's engine was shut down", side=Side.WORKER))
+        """The session is left, its round aborted; the model can serve. May be called at any time and again.
+
+        To the trainer this rank is lost: vLLM also calls it where the process ends since its engine has died.
+        """
+        self._leave(PeerLostError("the worker's engine was shut down", side=Side.WORKER))
 
     # --- what a backend implements -------------------------------------------------------------------------
 
@@ -498,7 +502,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         )
         round_.fail(error)
         if not round_.told:
-            session.notify(Failed(round=round_.number, error=error_to_wire(error)))
+            session.notify(Failed(round=round_.number, error=error_to_wire(error), second_hand=round_.second_hand))
         self._open = stays_open
         touched = self._abandon_round()
         session.notify(Ended(round=round_.number, touched=touched))

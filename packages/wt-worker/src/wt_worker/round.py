@@ -33,6 +33,7 @@ class Round:
         self.deadline = time.monotonic() + timeout_s
         self.failure: WeightTransferError | None = None
         self.told = False  # whether the failure came from the sender, or is its loss: it need not hear of it again
+        self.second_hand = False  # whether it is only noticed that somebody else failed
         self.posts: dict[type[Message], Message] = {}
         self.num_entered = 0
         self.buffer_bytes = 0  # what was received into, beside the model's own memory
@@ -49,6 +50,7 @@ class Round:
         """Fail the round with what was noticed of somebody else's failure, unless that one's own words come at once."""
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None, _FIRST_HAND_S)
+            self.second_hand = self.failure is None
             self.fail(error)
 
     def wait(self, ready: Callable[[], bool], missing: str, *, extra_s: float = 0.0) -> None:

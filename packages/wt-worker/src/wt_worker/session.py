@@ -10,7 +10,7 @@ from contextlib import suppress
 from wt_common import PeerLostError, Side, StaleSessionError, WeightTransferError
 from wt_common.broadcast import SessionInitInfo
 from wt_common.errors import error_from_wire, error_to_wire
-from wt_common.session import Abort, AskState, Enter, Go, Held, Hello, Holding, Leave, Message, State, StoreSet
+from wt_common.session import Abort, AskState, Ended, Enter, Go, Held, Hello, Holding, Leave, Message, State, StoreSet
 from wt_worker.connection import Connection, connect
 from wt_worker.round import Round
 from wt_worker.store import RendezvousStore
@@ -156,9 +156,12 @@ class WorkerSession:
             is_open, is_poisoned = self._state()
             self.notify(State(round=message.round, open=is_open, poisoned=is_poisoned))
             return
+        if isinstance(message, Abort) and self._is_early(message):
+            self.notify(
+                Ended(round=message.round, touched=False)
+            )  # the sender need not wait for a call that may not come
+            return
         with self.changed:
-            if isinstance(message, Abort) and message.round > self.last_round:
-                self._early_abort = message
             if self.round is None or getattr(message, "round", None) != self.round.number:
                 return  # of a round that is over on this side; nothing waits for it
             if isinstance(message, Abort):
@@ -171,6 +174,14 @@ class WorkerSession:
                     self.round.num_entered = max(message.entered, self.round.num_entered)
                 self.round.posts[type(message)] = message
             self.changed.notify_all()
+
+    def _is_early(self, abort: Abort) -> bool:
+        """Whether the update call of that round has not come; it will find the round aborted."""
+        with self.changed:
+            if abort.round <= self.last_round:
+                return False
+            self._early_abort = abort
+            return True
 
     def _on_lost(self, exc: Exception) -> None:
         with self.changed:

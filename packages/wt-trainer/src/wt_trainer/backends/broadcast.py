@@ -15,6 +15,7 @@ Both sides compute the groups from the metadata (`wt_common.packing`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,13 +33,15 @@ from wt_trainer.follower import FollowerSession
 from wt_trainer.init_infos import GlooTrainerInitInfo, NCCLTrainerInitInfo
 from wt_trainer.lifecycle import SessionTrainerEngine
 from wt_trainer.metadata import RoundMetadata
-from wt_trainer.round import Round
+from wt_trainer.round import Cause, Round
 from wt_trainer.session import Peer, Session
 from wt_trainer.staging import Filled, Staging
 from wt_trainer.stream import CheckedStream
 from wt_trainer.threads import run_in_thread
 
 __all__ = ["BroadcastTrainerEngine", "GlooTrainerWeightTransferEngine", "NCCLTrainerWeightTransferEngine"]
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUP_PIECES = 4096
 """Most parameters in one group: what a worker may have to keep track of at once. Small ones fill a buffer long before."""
@@ -164,9 +167,29 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             pass
         pipeline.wait_sent(pipeline.num_own)
 
-    def _run_source_to(self, index: int) -> None:
-        if self._stream is not None:
+    def _run_source_to(self, round_: Round, index: int) -> None:
+        if index < 0:
+            return
+        try:
+            if self._stream is None or self._stream.round is not round_:
+                metadata = self._round_metadata()
+                self._begin_stream(round_, metadata, metadata, digest=False)
+            assert self._stream is not None  # as made
             self._stream.run_to(index)
+        except Exception:
+            logger.exception("the source failed after the round had")
+
+    def _begin_stream(
+        self, round_: Round, metadata: RoundMetadata, wire: RoundMetadata, *, digest: bool
+    ) -> CheckedStream:
+        source = self._round_source
+        assert source is not None  # its metadata were taken
+        try:
+            self._stream = CheckedStream(source, metadata, wire, self.rank, round_, digest=digest, device=self._device)
+        except BaseException:
+            round_.stopped = True  # there is no iterator
+            raise
+        return self._stream
 
     def _let_go(self) -> None:
         self._ahead = None
@@ -203,12 +226,8 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
 
     def _feed(self, round_: Round, pipeline: _Pipeline, metadata: RoundMetadata, wire: RoundMetadata) -> Iterator[None]:
         """Run the source, which only the calling thread may; yields whenever a group that this rank sends is ready."""
-        source = self._round_source
-        assert source is not None  # its metadata were taken
         num_buffers = self.init_info.packed_num_buffers
-        self._stream = stream = CheckedStream(
-            source, metadata, wire, self.rank, round_, digest=self._verifies, device=self._device
-        )
+        stream = self._begin_stream(round_, metadata, wire, digest=self._verifies)
         for count, (number, _) in enumerate(pipeline.own):
             pipeline.wait_sent(count - num_buffers + 1)
             filled = self._staging.fill(pipeline.groups, number, count, stream, wire)
@@ -226,7 +245,7 @@ class BroadcastTrainerEngine(SessionTrainerEngine[TFields]):
             try:
                 send()
             except WeightTransferError as exc:
-                round_.fail_second_hand(exc.fill(side=Side.TRAINER))
+                round_.fail(exc.fill(side=Side.TRAINER), Cause.SECOND_HAND)
             except Exception as exc:
                 error = TransportError(f"the sending thread failed ({type(exc).__name__}: {exc})", side=Side.TRAINER)
                 error.__cause__ = exc

@@ -108,7 +108,7 @@ class HTTPVLLMWeightSyncClient:
             number = {"server": self.base_urls.index(url)} if "server" in init_info else {}
             self._request("POST", url, "/init_weight_transfer_engine", json={"init_info": {**init_info, **number}})
 
-        self._each(init)
+        self._in_order(init)
 
     def start_weight_update(self) -> None:
         """Open an update on every server, of the draft model within `draft()`."""
