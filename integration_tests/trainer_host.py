@@ -503,7 +503,7 @@ class FaultyModuleSource(ModuleSource):
     raises_at = ""
 
     def iter_full(self):
-        for name, param in self._owned_parameters():
+        for name, param in self._module.named_parameters():
             if name == self.raises_at:
                 raise ValueError(f"on purpose, at {name}")
             yield name, param.detach().full_tensor()

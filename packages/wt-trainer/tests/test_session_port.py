@@ -893,15 +893,29 @@ def test_rank_that_joins_a_later_round_fails_the_call_on_both(session, join, unt
         round_.collect(Joined, session.followers)
 
 
-def test_rank_that_joins_a_round_again_fails_at_once(session, join):
-    """It counts less calls than it made: it hears so also where the sender is in no call, and from where to go on."""
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_rank_that_joins_a_round_again_fails_the_call_on_both(session, join, until, moment):
+    """It counts less calls than it made. Its call belongs to the sender's next one, where that has not begun."""
     follower = join(session, role="trainer", engine="", rank=1, size=0)
     with session.running(5, WAIT_S) as round_:
         follower.send(Joined(round=5, metadata_digest="ab"))
         round_.collect(Joined, session.followers)
-    follower.send(Joined(round=5, metadata_digest="ab"))
+    if moment == "before":
+        follower.send(Joined(round=5, metadata_digest="ab"))
+        until(lambda: session.followers[0].strayed)
+    with session.running(6, WAIT_S) as round_:
+        if moment == "within":
+            follower.send(Joined(round=5, metadata_digest="ab"))
+        with pytest.raises(
+            AgreementError, match=r"trainer rank 1 is in its call 5 .*, the sender in its call 6"
+        ) as caught:
+            round_.collect(Joined, session.followers)
+        session.tell_outcome(RoundOutcome(round=6, error=error_to_wire(caught.value), number=session.in_step()))
     outcome = follower.receive(RoundOutcome)
-    assert (outcome.round, outcome.number, outcome.error["code"]) == (5, 5, "agreement")
+    assert (outcome.round, outcome.number) == (5, 6)
+    with session.running(7, WAIT_S) as round_:
+        follower.send(Joined(round=7, metadata_digest="ab"))
+        round_.collect(Joined, session.followers)
 
 
 def test_rank_that_is_late_or_ahead_is_in_step(session, join, until):

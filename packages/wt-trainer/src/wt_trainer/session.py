@@ -47,7 +47,6 @@ from wt_common.session import (
 from wt_trainer.connection import SEND_S, Connection, close_in_child
 from wt_trainer.round import Cause, Round
 from wt_trainer.store import RendezvousStore
-from wt_trainer.threads import run_in_thread
 
 __all__ = ["Peer", "Session", "local_address_towards"]
 
@@ -286,7 +285,10 @@ class Session:
                 if message.round == number:  # type: ignore[attr-defined]  # only messages of a round are kept
                     self._file(round_, peer, message)
                 elif isinstance(message, Joined) and message.round > number and peer.key not in have_called:
-                    self._fail_out_of_step(peer, message.round)
+                    peer.strayed = True
+            for peer in self._peers.values():
+                if peer.strayed:
+                    self._fail_out_of_step(peer, peer.joined)
             self._early = [early for early in self._early if early[1].round > number]  # type: ignore[attr-defined]
         try:
             yield round_
@@ -495,8 +497,11 @@ class Session:
         return round_ is None or round_.failure is not None or before == round_.number or number <= round_.number
 
     def _fail_out_of_step(self, peer: Peer, number: int) -> None:
-        """`peer` is in round `number`, and the sender can be in no such round: both calls fail."""
-        current = self._last_round if self.round is None else self.round.number
+        """`peer` is in round `number`, and the sender can be in no such round: both calls fail, the sender's perhaps the next."""
+        peer.strayed = True
+        if self.round is None:
+            return
+        current = self.round.number
         error = AgreementError(
             f"trainer rank {peer.hello.rank} is in its call {number} of send_weights, the sender in its call {current}: one has "
             "left out a call, or made one more. All trainer ranks must make each call; from the next one they are in step again",
@@ -504,12 +509,7 @@ class Session:
             rank=peer.hello.rank,
         )
         self._go_on_from = max(self._go_on_from, current, number)
-        peer.strayed = self.round is not None
-        if self.round is not None:
-            self.round.fail(error)
-            return
-        outcome = RoundOutcome(round=number, error=error_to_wire(error), number=self._go_on_from)
-        run_in_thread("wt-notify", lambda: self.notify([peer], outcome))
+        self.round.fail(error)
 
     def _file(self, round_: Round, peer: Peer, message: Message) -> None:
         """Take a message of `round_`."""
