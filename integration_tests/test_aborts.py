@@ -5,6 +5,7 @@ A rank that stopped by itself would leave the others in a gather: these tests th
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -23,11 +24,16 @@ AT_ONCE_S = 1.0
 PARAM = "layers.30.weight"
 
 
-def gathering(cast: Cast, num_ranks: int, size: int = 1, **config: Any) -> tuple[list[WorkerHost], list[TrainerHost]]:
-    """Workers with committed weights, and trainer ranks that all send, each the parameters that it is the first owner of."""
+def gathering(
+    cast: Cast, num_ranks: int, size: int = 1, senders: list[int] | None = None, **config: Any
+) -> tuple[list[WorkerHost], list[TrainerHost]]:
+    """Workers with committed weights, and trainer ranks that gather each second parameter, which rank 0 sends.
+
+    The others are not gathered: each is owned and sent by one of `senders`, in turn; None is all ranks.
+    """
     workers = cast.engine(MANY, size)
-    ranks = list(range(num_ranks))
-    owners = {name: ranks[index % num_ranks :] + ranks[: index % num_ranks] for index, name in enumerate(MANY)}
+    senders = list(range(num_ranks)) if senders is None else senders
+    owners = {name: [senders[index % len(senders)]] for index, name in enumerate(list(MANY)[1::2])}
     everyone = {"layout": "gathered", "owners": owners, "group_timeout_s": GROUP_TIMEOUT_S}
     everyone["info"] = {"packed": False, "timeout_s": 60}
     trainers = cast.trainers(workers, num_ranks, parameters=MANY, **{**everyone, **config})
@@ -94,6 +100,39 @@ def test_worker_killed_while_ranks_gather(cast: Cast, measured: Measured, num_ra
     for trainer in trainers:
         trainer.call("reach", workers=[replacement.port])
     next_round_commits([replacement], trainers, init=True)
+
+
+@pytest.mark.parametrize("root", ["first", "last"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_worker_killed_while_one_rank_waits_to_send(cast: Cast, measured: Measured, num_ranks: int, root: str) -> None:
+    """The rank that sends stands still outside of its source, the others are in the next gather: it must join them."""
+    info = {
+        "packed": False,
+        "packed_buffer_size_bytes": 1 << 14,
+        "timeout_s": 60,
+    }  # the worker has room for two parameters
+    workers, trainers = gathering(cast, num_ranks, senders=[0 if root == "first" else num_ranks - 1], info=info)
+    for trainer in trainers:
+        trainer.call("slow", pause_s=0.02)
+
+    def strike() -> float:
+        time.sleep(0.5)
+        workers[0].signal(signal.SIGSTOP)
+        time.sleep(1.0)  # until no buffer is free
+        struck_at = time.monotonic()
+        workers[0].kill()
+        return struck_at
+
+    def send(trainer: TrainerHost) -> tuple[dict[str, Any], float]:
+        return raises(lambda: trainer.call("send")), time.monotonic()
+
+    *results, killed_at = together(*(lambda t=t: send(t) for t in trainers), strike)
+    errors = [{name: value for name, value in error.items() if name != "call_s"} for error, _ in results]
+    assert all(error == errors[0] for error in errors), errors
+    assert (errors[0]["type"], errors[0]["rank"], errors[0]["outcome"]) == ("PeerLostError", 0, "poisoned")
+    after_s = max(raised_at for _, raised_at in results) - killed_at
+    assert after_s < PROMPT_S
+    measured(after_s)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -72,7 +72,7 @@ class TensorSource(WeightSource):
 
 
 class GatheredSource(TensorSource):
-    """Each parameter is gathered from all ranks of the default group when it is asked for, as a sharded trainer's are.
+    """A parameter that all ranks own is gathered from them when it is asked for, as a sharded trainer's are.
 
     At `raises_at` it raises before it gathers; what it yields at `spoilt` has another shape than the metadata.
     """
@@ -81,10 +81,14 @@ class GatheredSource(TensorSource):
 
     def iter_full(self):
         num_ranks = torch.distributed.get_world_size()
-        for name, tensor in self.tensors.items():
+        for name in self.owned_names(self.rank):
+            tensor = self.tensors[name]
             time.sleep(self.pause_s)
             if name == self.raises_at:
                 raise ValueError(f"on purpose, at {name}")
+            if len(self.owners.get(name, range(num_ranks))) < num_ranks:
+                yield name, tensor
+                continue
             shards = list(torch.empty_like(tensor, device="cpu").chunk(num_ranks))
             torch.distributed.all_gather(shards, tensor.cpu().chunk(num_ranks)[self.rank])
             whole = torch.cat(shards).to(tensor.device)
