@@ -241,7 +241,7 @@ def test_shut_down_engine_leaves_the_server_running(
     """The trainer whose workers were told to let it go cannot send, and holds nothing."""
     trainer = connect()
     HTTPVLLMWeightSyncClient(embedded.base_url, timeout=30).shutdown_weight_transfer_engine()
-    assert raises(lambda: trainer.call("send"))["type"] == "StaleSessionError"
+    assert raises(lambda: trainer.call("send"))["type"] == "PeerLostError"
     assert Watch(embedded).is_running()
 
 
