@@ -30,6 +30,7 @@ from cases import GPU_CASES, GPUCase  # noqa: E402  # of this folder
 from harness import TEST_GPUS, gpus_are_shared  # noqa: E402
 
 TIMEOUT_S = 300
+LAWS_TIMEOUT_S = 900  # some fifty tests, of which two move 6 GB
 MARKER = "WT_GPU_RUN"  # in the environment of all processes of a run, however they were started
 
 
@@ -107,7 +108,7 @@ def main() -> int:
     parser.add_argument(
         "case", choices=[case.id for case in GPU_CASES], metavar="CASE", help="id of a cell in cases.py"
     )
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds (%(default)s)")
+    parser.add_argument("--timeout", type=float, help=f"seconds ({TIMEOUT_S}; {LAWS_TIMEOUT_S} for the laws)")
     args = parser.parse_args()
     (case,) = (case for case in GPU_CASES if case.id == args.case)
     reason = missing(case)
@@ -131,7 +132,8 @@ def main() -> int:
         environment[TEST_GPUS] = "0,0" if gpus_are_shared() else f"{case.trainer_gpus[0]},{case.worker_gpus[0]}"
     if gpus_are_shared():
         environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    return int(not run_block(case.id, command, timeout_s=args.timeout, environment=environment))
+    timeout_s = args.timeout or (TIMEOUT_S if case.laws is None else LAWS_TIMEOUT_S)
+    return int(not run_block(case.id, command, timeout_s=timeout_s, environment=environment))
 
 
 if __name__ == "__main__":
