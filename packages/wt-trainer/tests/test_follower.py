@@ -349,3 +349,14 @@ def test_close_ends_everything(both):
         session.send(Credit(round=1, limit=1))
     with session.running(1, WAIT_S) as round_, pytest.raises(StaleSessionError, match="trainer_init again"):
         round_.check()
+
+
+def test_a_silent_sender_is_waited_for_once(both, monkeypatch):
+    """A sender that is frozen past the deadline costs this rank the grace once, and the error says who was waited for."""
+    session, _ = both
+    monkeypatch.setattr(module, "_OUTCOME_GRACE_S", 1.0)
+    with session.running(1, 0.1) as round_:
+        started = time.monotonic()
+        with pytest.raises(RoundTimeoutError, match="trainer rank 0"):
+            session.outcome(round_)
+        assert 1.0 < time.monotonic() - started < 1.9

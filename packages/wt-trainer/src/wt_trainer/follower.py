@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -87,17 +88,16 @@ class FollowerSession:
         def is_over() -> bool:
             return _SENDER in posts or self._lost is not None
 
+        ends = time.monotonic() + round_.remaining_s + _OUTCOME_GRACE_S
         with self.changed:
-            self.changed.wait_for(
-                lambda: is_over() or DigestAgain in round_.posts, round_.remaining_s + _OUTCOME_GRACE_S
-            )
+            self.changed.wait_for(lambda: is_over() or DigestAgain in round_.posts, ends - time.monotonic())
             asked = round_.posts.pop(DigestAgain, {}).get(_SENDER)
         if isinstance(asked, DigestAgain):
             digest = round_.digest_now(asked.place)
             with suppress(WeightTransferError):  # the reader thread notices that the sender is gone
                 self.send(DigestedAgain(round=round_.number, digests=[] if digest is None else [digest]))
         with self.changed:
-            self.changed.wait_for(is_over, round_.remaining_s + _OUTCOME_GRACE_S)
+            self.changed.wait_for(is_over, ends - time.monotonic())
             if _SENDER in posts:
                 return posts[_SENDER]  # type: ignore[return-value]  # filed under its own type
             failure = None if round_.failure is None or round_.told else round_.failure
