@@ -71,13 +71,18 @@ class Driver:
         self.trainer: Connected | None = None
         self.kinds: set[str] = set()
         self.measured: dict[tuple[str, str], list[float]] = {}
-        self._spares: list[ChaosTrainerHost] = [ChaosTrainerHost(directory) for _ in range(NUM_SPARES)]
+        self._started: list[ChaosTrainerHost] = []
+        self._spares = [self._start_trainer() for _ in range(NUM_SPARES)]
         checkpoint = directory / "checkpoint"
         models.save_checkpoint(MODEL, 0, checkpoint)
         self._checkpoint = checkpoint
         self.seats = [Seat("AB"[index], self._start_server, self.oracle.known) for index in range(num_seats)]
         for seat in self.seats:
             seat.server.wait_ready()
+
+    def _start_trainer(self) -> ChaosTrainerHost:
+        self._started.append(ChaosTrainerHost(self.directory))
+        return self._started[-1]
 
     def _start_server(self) -> EmbeddedServer | VLLMServer:
         if self.server == "embedded":
@@ -131,7 +136,7 @@ class Driver:
     def _take(self) -> ChaosTrainerHost:
         self._spares = [spare for spare in self._spares if spare.process.poll() is None]
         while len(self._spares) < NUM_SPARES:
-            self._spares.append(ChaosTrainerHost(self.directory))
+            self._spares.append(self._start_trainer())
         return self._spares.pop(0)
 
     def connect_anew(self) -> None:
@@ -349,8 +354,7 @@ class Driver:
 
     def close(self) -> None:
         """End all processes."""
-        hosts = [*self._spares, *(self.trainer.ranks if self.trainer else [])]
-        together(*(host.kill for host in hosts if host.process.poll() is None))
+        together(*(host.kill for host in self._started if host.process.poll() is None))
         together(*(seat.close for seat in self.seats))
 
 
