@@ -1128,6 +1128,25 @@ def test_second_interrupt_while_the_workers_are_asked(make_client, make_engine, 
     assert (client.version, client.calls[-1], client.held) == ("v0+poisoned", "resume", False)
 
 
+def test_repeated_interrupts_do_not_keep_the_outcome_from_the_other_ranks(make_client, make_engine, monkeypatch, until):
+    """However often the calling thread is interrupted, all ranks are told at once how the round ended."""
+    client, source = make_client(), Source()
+    engine = make_engine(client, source)
+    source.error = KeyboardInterrupt("first")
+    fail, tell, told = Round.fail, Session.tell_outcome, threading.Event()
+
+    def interrupted(self, error, *args, **options):
+        for _ in range(2):  # while it is waited for a better cause
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        fail(self, error, *args, **options)
+
+    monkeypatch.setattr(Round, "fail", interrupted)
+    monkeypatch.setattr(Session, "tell_outcome", lambda self, outcome: tell(self, outcome) or told.set())
+    with pytest.raises(KeyboardInterrupt):
+        engine.send_weights()
+    assert told.wait(5)
+
+
 def test_update_that_stays_open_names_the_engine(make_client, make_engine):
     """An engine whose update cannot be closed must be restarted; the round ends before it begins."""
     client = make_client()

@@ -417,9 +417,15 @@ class LeadingEngine(SessionEngine[TInfo]):
 
     def _failure(self, session: Session, round_: Round, exc: BaseException) -> WeightTransferError:
         """The error with which the round ends, now that `exc` has been raised on the sender's own thread; all ranks know it."""
-        try:
-            round_.fail(as_ours(exc).fill(side=Side.TRAINER))
+        error = as_ours(exc).fill(side=Side.TRAINER)
+
+        def fail() -> None:
+            round_.fail(error)
             self._settle_soon(session, round_)
+
+        try:
+            # Not here: a second interrupt must not leave the other ranks waiting until the deadline.
+            run_in_thread(f"wt-fail round {round_.number}", fail)
             with round_.changed:
                 round_.changed.wait_for(lambda: round_.is_settled)
                 assert round_.failure is not None  # it has just failed
