@@ -145,6 +145,7 @@ class ToyWorker:
         self.received = []  # the bytes of each parameter
         self.open = False
         self.touched = False  # what it answers to an abort; None is no answer
+        self.number = 0  # of the round of its last update
         self.knows = set()
         self.casts = {}
         self.poisoned = False  # whether it says that something stays half-written
@@ -184,9 +185,9 @@ class ToyWorker:
         self.peer.sock.shutdown(socket.SHUT_RDWR)
 
     def take(self, kind):
-        """The next message, which must be a `kind`; the error of an abort is raised."""
+        """The next message of this round, which must be a `kind`; the error of an abort is raised."""
         message = self.inbox.get(timeout=WAIT_S)
-        while isinstance(message, Held):
+        while isinstance(message, Held) or getattr(message, "round", self.number) < self.number:
             message = self.inbox.get(timeout=WAIT_S)
         if message is None:
             raise PeerLostError("the trainer is gone")
@@ -197,6 +198,7 @@ class ToyWorker:
 
     def update(self, info):
         number, digest = info["round"], info["metadata_digest"]
+        self.number = number
         if digest not in self.knows:
             self.peer.send(Ready(round=number, knows_metadata=False))
             self.metadata = self.take(Metadata)
