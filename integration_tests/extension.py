@@ -64,7 +64,8 @@ class PlacementExtension:
             tensor = self.model_runner.model.get_parameter(param)
             _once(engine, "_await_verdict", lambda *_: _flip(tensor))
         elif moment == "staging":
-            names = engine._metadata[id(engine.model)].metadata.names
+            (*_, known) = (each for (model, _), each in engine._known.items() if model == id(engine.model))
+            names = known.metadata.names
 
             def flip(writer: Any, group: Any, arrival: Any, _: int) -> bool:
                 for piece, data in zip(group.pieces, arrival.data, strict=True):
