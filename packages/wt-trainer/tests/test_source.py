@@ -288,6 +288,16 @@ def test_tied_name_that_is_left_out_is_no_alias():
     assert source.aliases == {}
     both = RenamedSource(ModuleSource(Fused()), lambda name, tensor: [] if "head" in name or "embed" in name else name)
     assert both.aliases == {}
+    one = RenamedSource(ModuleSource(Fused()), lambda name, tensor: "embed" if name.endswith(".weight") else name)
+    assert one.aliases == {}
+
+
+def test_tied_names_may_be_computed_alike():
+    """What a function does to both names alike is the same tensor."""
+    source = RenamedSource(
+        ModuleSource(Fused()), lambda name, tensor: [(f"{name}.t", tensor.t()), (f"{name}.h", tensor.half())]
+    )
+    assert source.aliases == {f"_orig_mod.head.weight.{part}": f"_orig_mod.embed.weight.{part}" for part in ("t", "h")}
 
 
 @pytest.mark.parametrize(
@@ -295,11 +305,15 @@ def test_tied_name_that_is_left_out_is_no_alias():
     [
         lambda name, tensor: [] if "embed" in name else name,
         lambda name, tensor: [(f"{name}.{i}", row) for i, row in enumerate(tensor)] if "head" in name else name,
+        lambda name, tensor: [(name, tensor / 2)] if "head" in name else name,
+        lambda name, tensor: [(name, tensor.t())] if "head" in name else name,
+        lambda name, tensor: [(name, tensor.bfloat16())] if "head" in name else name,
+        lambda name, tensor: [(f"{name}.{i}", tensor[i]) for i in ((1, 0) if "head" in name else (0, 1))],
     ],
-    ids=["first left out", "taken apart otherwise"],
+    ids=["first left out", "taken apart otherwise", "computed", "transposed", "another dtype", "another order"],
 )
 def test_tied_names_that_do_not_match_are_refused(fn):
-    """A tied name that would get no tensor, or whose parts have no counterpart, is named."""
+    """A tied name that would get no tensor, another one than what is sent, or whose parts have no counterpart, is named."""
     with pytest.raises(
         ConfigurationError, match=r"'_orig_mod.head.weight' is tied to '_orig_mod.embed.weight'"
     ) as caught:

@@ -370,16 +370,17 @@ class RenamedSource(WeightSource):
         for name, by in self._source.aliases.items():
             whole = torch.empty(metas[by].shape, dtype=metas[by].dtype, device="meta")
             aliases, sent = list(self._parts(name, whole)), list(self._parts(by, whole))
-            if aliases and len(aliases) != len(sent):
+            looks = [[_look(part, whole) for _, part in parts] for parts in (aliases, sent)]
+            if aliases and looks[0] != looks[1]:
                 raise ConfigurationError(
                     f"RenamedSource: {name!r} is tied to {by!r}, whose tensor is sent for both; expected fn to take both apart "
-                    f"alike, got {[part for part, _ in aliases]} and {[part for part, _ in sent]}; have it leave out {name!r}, "
-                    "or name the parts of both",
+                    f"alike, in one order, got {[part for part, _ in aliases]} and {[part for part, _ in sent]}; have it "
+                    f"leave out {name!r}, or make the same of both",
                     side="trainer",
                     param=name,
                 )
             # A tied name that fn leaves out is not the checkpoint's.
-            result |= {alias: of for (alias, _), (of, _) in zip(aliases, sent, strict=False)}
+            result |= {alias: of for (alias, _), (of, _) in zip(aliases, sent, strict=False) if alias != of}
         return result
 
     def owned_names(self, rank: int) -> list[str]:
@@ -453,6 +454,14 @@ def _shares_memory(one: object, other: torch.Tensor) -> bool:
         return one is other
     assert isinstance(one, torch.Tensor)  # for the type checker
     return one.layout == torch.strided and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _look(part: torch.Tensor, whole: torch.Tensor) -> tuple[object, ...]:
+    """Equal for parts of `whole`, on the meta device, that have the same elements; of two computed ones that is not known."""
+    view = None
+    if part.untyped_storage()._cdata == whole.untyped_storage()._cdata:  # noqa: SLF001  # data_ptr() is 0 on the meta device
+        view = (part.storage_offset(), part.stride())
+    return part.dtype, part.shape, view
 
 
 def _whole_mesh(mesh: DeviceMesh) -> torch.Tensor:
