@@ -1,5 +1,8 @@
 """What workers take, held against what is announced: plain data, no session."""
 
+import re
+from fnmatch import fnmatchcase
+
 import pytest
 
 from wt_common import PlanError
@@ -77,6 +80,16 @@ def test_parameter_that_no_rank_takes_is_refused(ranks, engine, names):
     assert names in error.message
     assert "ignore=('a',) in the init info" in error.message
     assert (error.param, error.engine) == ("a", engine.partition(",")[0])
+
+
+def test_pattern_that_an_error_proposes_matches():
+    """Also where the name has characters that mean something in a pattern."""
+    name = "experts.[0]*.w"
+    fields = {"names": (name,), "dtype_names": ("bfloat16",), "shapes": ((1,),), "sizes_bytes": (2,), "roots": (0,)}
+    error = refusal(rank_of("n"), metadata=RoundMetadata(**fields))
+    (pattern,) = re.findall(r"ignore=\('(.*?)',\)", error.message)
+    assert fnmatchcase(name, pattern)
+    assert not fnmatchcase("experts.0x.w", pattern)
 
 
 def test_error_names_a_few_of_many():

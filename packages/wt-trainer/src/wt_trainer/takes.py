@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 
 from wt_common import PlanError, Side
 from wt_trainer.metadata import RoundMetadata
@@ -119,7 +120,7 @@ def _refuse_untaken(model: Sequence[PlacedRank], metadata: RoundMetadata, untake
         model,
         f"takes nothing of {_counted(names)}. It would not compute what the trainer computes. Compare the names with the "
         f"checkpoint that the server was started from; leave out of the source what the server has no use for, or allow it with "
-        f"ignore=({names[0]!r},) in the init info",
+        f"ignore=({escape(names[0])!r},) in the init info",
         names[0],
     )
 
