@@ -188,6 +188,7 @@ def test_copy_by_device_and_wider_dtype_is_followed():
         (lambda tensor, _: tensor.view(torch.int32).view(torch.float32) if tensor.sum().item() else tensor, "aten.sum"),
         (lambda tensor, _: tensor.view(torch.int32), "read as torch.int32"),
         (lambda tensor, _: tensor[[0, 1, 2, 3]], "aten.index"),
+        (lambda tensor, _: torch._neg_view(tensor), "a view that changes values"),
     ],
 )
 def test_what_cannot_be_followed_is_named(change, words):

@@ -502,6 +502,8 @@ class Tracer(TorchDispatchMode):
         key = _storage(source)
         if key in self._spoilt:
             return [], self._spoilt[key].problem
+        if source.is_conj() or source.is_neg():
+            return [], f"read through a view that changes values ({_where()})"
         if key in self._sources:
             found = self._sources[key]
             if source.dtype != found.tensor.dtype:
