@@ -265,6 +265,18 @@ def test_each_part_has_a_digest_in_the_order_told():
     assert [count for _, count, _ in shares.parts] == [3, 3]
 
 
+def test_parts_that_overlap_and_leave_something_out_are_one():
+    """Their sizes would add up to the whole; what is told is the number of elements that are taken."""
+
+    def load(tensors, _, value):
+        tensors["a"].copy_(value[:4])
+        tensors["b"].copy_(value[2:6])
+
+    shares = Rank(load, {"a": torch.zeros(4), "b": torch.zeros(4)}, [("w", F32, (8,))]).shares()
+    assert (shares.takes, shares.digested) == ("p", "r")
+    assert [part[:2] for part in shares.parts] == [[0, 6]]
+
+
 @pytest.mark.parametrize("verify", VERIFY)
 def test_plan_of_nothing(verify):
     """A round without parameters has no digests."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import prod
 
 import torch
@@ -47,10 +49,10 @@ class Shares:
         takes = [_taken(name) for name in names]
         digested = [_digested(name, prepared) for name in names] if verify == "full" else [RECEIVED] * len(names)
         parts = [
-            [index, copy.source.num_elements, copy.source.key]
+            [index, *part]
             for index, name in enumerate(names)
             if takes[index] == SOME or digested[index] == PARTS
-            for copy in name.copies
+            for part in _parts(name)
         ]
         places = {name.name: index for index, name in enumerate(names)} if prepared.tied else {}
         return cls(
@@ -124,6 +126,23 @@ def _taken(name: NamePlan) -> str:
     return ALL if count_elements(copy.source for copy in name.copies) == prod(name.shape) else SOME
 
 
+def _parts(name: NamePlan) -> list[tuple[int, int]]:
+    """Size and key of each part of `name` that this rank takes; of parts that overlap and leave something out, those of all."""
+    sources = [copy.source for copy in name.copies]
+    if not _is_cut_and_overlaps(name):
+        return [(source.num_elements, source.key) for source in sources]
+    keys = sorted({source.key for source in sources})
+    key = int.from_bytes(blake2b(json.dumps(keys).encode(), digest_size=8).digest(), "big") >> 2
+    return [(count_elements(sources), key)]
+
+
+def _is_cut_and_overlaps(name: NamePlan) -> bool:
+    """Whether different parts of `name` have an element in common, and others are in none: their sizes do not add up."""
+    different = {copy.source for copy in name.copies}
+    total = sum(source.num_elements for source in different)
+    return len(different) > 1 and count_elements(different) < min(total, prod(name.shape))
+
+
 def _digested(name: NamePlan, prepared: Prepared) -> str:
     """What the digest of `name` is over, when it comes in the dtype that was asked for."""
     if name.name not in prepared.binding:
@@ -133,6 +152,8 @@ def _digested(name: NamePlan, prepared: Prepared) -> str:
     dtype_name = prepared.casts.get(name.name, name.dtype_name)
     parameters = prepared.binding.plan.by_parameter
     if any(parameters[copy.parameter].dtype_name != dtype_name for copy in name.copies):
+        return RECEIVED
+    if _is_cut_and_overlaps(name):
         return RECEIVED
     sources = [copy.source for copy in name.copies]
     total = sum(source.num_elements for source in sources)
