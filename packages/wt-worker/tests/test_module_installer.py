@@ -205,6 +205,45 @@ def test_alias_fills_a_tensor_of_its_own(model):
         assert bool(prepare(installer, aliased).not_in_place) is bool(cut)
 
 
+@pytest.mark.parametrize(
+    ("head", "text"),
+    [
+        (
+            parameter(2, 4, 2),
+            r"'head.weight': the model has shape \[2, 4, 2\], the trainer sends 'embed.weight' for it, \[4, 2\]",
+        ),
+        (
+            parameter(4, 2, dtype=torch.int64),
+            "'head.weight': the model has torch.int64, the trainer sends 'embed.weight' for it",
+        ),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_alias_that_does_not_fit_is_refused(model, head, text):
+    """Also one that torch would spread or round without a word."""
+    model.head.weight = head
+    aliased = dataclasses.replace(metadata(), aliases={"head.weight": "embed.weight"})
+    with pytest.raises(PlanError, match=text) as caught:
+        prepare(ModuleInstaller(model), aliased)
+    assert caught.value.param == "head.weight"
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_alias_of_another_dtype_is_rounded_once(model, dtypes):
+    """Where the model has the two names in two dtypes, each holds what a checkpoint with both would put there."""
+    model.embed.weight, model.head.weight = (parameter(4, 2, dtype=dtype) for dtype in dtypes)
+    installer = ModuleInstaller(model)
+    tensors = {**full_round(), "embed.weight": torch.arange(8.0).reshape(4, 2) / 3}
+    aliased = dataclasses.replace(announced(tensors), aliases={"head.weight": "embed.weight"})
+    assert prepare(installer, aliased).casts == {}
+    send(installer, tensors, announcement=aliased)
+    for target, dtype in zip((model.embed.weight, model.head.weight), dtypes, strict=True):
+        assert torch.equal(target, tensors["embed.weight"].to(dtype))
+    model.embed.weight = parameter(4, 2, dtype=torch.bfloat16)
+    model.head.weight = parameter(4, 2, dtype=torch.bfloat16)
+    assert prepare(ModuleInstaller(model), aliased).casts == {"embed.weight": "bfloat16"}
+
+
 def _load_reading(model, name, tensor):
     """A loader that looks at values, so that nobody can follow it."""
     if tensor.numel() and bool(tensor.isnan().any()):

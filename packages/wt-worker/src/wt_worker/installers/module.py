@@ -170,19 +170,27 @@ class ModuleInstaller:
     def _check_by_name(self, metadata: Metadata) -> dict[str, str]:
         """Every name that the model has is of the shape announced; returns the dtypes that differ."""
         casts = {}
+        aliases: dict[str, list[str]] = {}
+        for alias, of in metadata.aliases.items():
+            aliases.setdefault(of, []).append(alias)
         for name, dtype_name, shape in zip(metadata.names, metadata.dtype_names, metadata.shapes, strict=True):
-            target = self._targets.get(name)
-            if target is None:
-                continue
-            if list(target.shape) != shape:
-                raise _plan_error(
-                    name, f"parameter {name!r}: the model has shape {list(target.shape)}, the trainer sends {shape}"
-                )
             dtype = _dtype(name, dtype_name)
-            if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
-                raise _plan_error(name, f"parameter {name!r}: the model has {target.dtype}, the trainer sends {dtype}")
-            if dtype != target.dtype:
-                casts[name] = str(target.dtype).rpartition(".")[2]
+            wanted = set()
+            for each in (name, *aliases.get(name, ())):
+                target = self._targets.get(each)
+                if target is None:
+                    continue
+                sends = "the trainer sends" if each == name else f"the trainer sends {name!r} for it,"
+                if list(target.shape) != shape:
+                    raise _plan_error(
+                        each, f"parameter {each!r}: the model has shape {list(target.shape)}, {sends} {shape}"
+                    )
+                if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
+                    raise _plan_error(each, f"parameter {each!r}: the model has {target.dtype}, {sends} {dtype}")
+                wanted.add(target.dtype)
+            # What goes to tensors of two dtypes is rounded there, each by its own.
+            if len(wanted) == 1 and wanted != {dtype}:
+                casts[name] = str(wanted.pop()).rpartition(".")[2]
         return casts
 
     def _find_untouched(self, plan: Plan, metadata: Metadata) -> tuple[str, ...]:
