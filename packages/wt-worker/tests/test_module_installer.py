@@ -365,18 +365,25 @@ def test_memory_with_gaps_is_written_in_place(installer, model):
     assert not table[[0, 4]].any()
 
 
-@pytest.mark.parametrize("are_views", [True, False], ids=["views of one buffer", "one memory twice"])
-def test_parameters_that_share_a_storage(are_views):
-    """Parameters that are pieces of one buffer get their own bytes; of two that are the same memory, the last one counts."""
+@pytest.mark.parametrize("start", [4, 2, 0], ids=["one behind the other", "overlapping", "one memory twice"])
+def test_parameters_that_share_a_storage(start):
+    """Parameters that are pieces of one buffer get their own bytes; what two have in common must come with equal values."""
     flat = torch.zeros(8)
     model = torch.nn.Module()
     model.a = torch.nn.Parameter(flat[:4], requires_grad=False)
-    model.b = torch.nn.Parameter(flat[4:] if are_views else flat[:4], requires_grad=False)
+    model.b = torch.nn.Parameter(flat[start : start + 4], requires_grad=False)
     installer = ModuleInstaller(model)
-    tensors = {"a": torch.arange(4.0), "b": torch.arange(4.0) + 10}
+    tensors = {"a": torch.arange(4.0), "b": torch.arange(4.0) + start}
     assert send(installer, tensors) == InstallResult(not_synced=())
+    assert torch.equal(model.a, tensors["a"])
     assert torch.equal(model.b, tensors["b"])
-    assert torch.equal(model.a, tensors["a" if are_views else "b"])
+    tensors["b"] += 10
+    if start == 4:
+        assert send(installer, tensors) == InstallResult(not_synced=())
+        return
+    with pytest.raises(PlanError, match="the model ties it to 'a', the trainer sends other values"):
+        send(installer, tensors)
+    assert installer.abort() is True
 
 
 def test_tied_names_must_come_with_equal_values(installer, model):

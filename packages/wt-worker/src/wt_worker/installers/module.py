@@ -36,7 +36,7 @@ class ModuleInstaller:
         self._targets = checkpoint_tensors(model)
         self._touched = False
         self._untouched: tuple[str, ...] = ()
-        self._filled: dict[int, str] = {}  # the name under which each parameter was loaded
+        self._filled: dict[str, torch.Tensor] = {}  # what was loaded by name
 
     def prepare(self, metadata: Metadata, digest: str) -> Prepared:
         """As in the protocol; refuses a round that leaves out a parameter, too."""
@@ -94,13 +94,17 @@ class ModuleInstaller:
             target = self._targets.get(name)
             if target is None:
                 continue
-            first = self._filled.setdefault(id(target), name)
-            if first == name:
-                target.copy_(tensor)
-            elif not _are_equal(target, tensor.to(target.device, target.dtype)):
-                raise _plan_error(
-                    name, f"parameter {name!r}: the model ties it to {first!r}, the trainer sends other values for it"
-                )
+            shared = {first: other for first, other in self._filled.items() if _may_share_memory(target, other)}
+            before = {first: other.clone() for first, other in shared.items()}
+            target.copy_(tensor)
+            for first, other in shared.items():
+                if not _are_equal(other, before[first]):
+                    other.copy_(before[first])
+                    raise _plan_error(
+                        name,
+                        f"parameter {name!r}: the model ties it to {first!r}, the trainer sends other values for it",
+                    )
+            self._filled[name] = target
 
     @torch.no_grad()
     def finish(self) -> InstallResult:
@@ -256,6 +260,20 @@ def checkpoint_tensors(model: torch.nn.Module, *, remove_duplicate: bool = False
             if leaf not in temporary:
                 found[f"{prefix}.{leaf}" if prefix else leaf] = buffer
     return found
+
+
+def _may_share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the spans of memory of both overlap."""
+    spans = [
+        (
+            each.data_ptr(),
+            each.data_ptr()
+            + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True)) * each.itemsize,
+        )
+        for each in (one, other)
+        if each.numel()
+    ]
+    return len(spans) == 2 and one.device == other.device and spans[0][0] <= spans[1][1] and spans[1][0] <= spans[0][1]
 
 
 def _refuse_gaps(plan: Plan, missing: Sequence[str]) -> None:
