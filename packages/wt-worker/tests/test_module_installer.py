@@ -244,6 +244,14 @@ def test_alias_of_another_dtype_is_rounded_once(model, dtypes):
     assert prepare(ModuleInstaller(model), aliased).casts == {"embed.weight": "bfloat16"}
 
 
+def test_names_that_a_loader_puts_into_the_same_elements_are_told():
+    """So that the sender compares what it sends for them, in the dtype that the model has; else the last one would win."""
+    model = Loaded(lambda model, name, tensor: model.w.copy_(tensor), w=torch.zeros(3))
+    tensors = {"a": torch.ones(3), "b": torch.ones(3, dtype=torch.bfloat16)}
+    prepared = prepare(ModuleInstaller(model), announced(tensors))
+    assert (prepared.tied, prepared.casts) == ({"b": "a"}, {"b": "float32"})
+
+
 def _load_reading(model, name, tensor):
     """A loader that looks at values, so that nobody can follow it."""
     if tensor.numel() and bool(tensor.isnan().any()):

@@ -25,7 +25,8 @@ class Prepared:
         not_in_place: the model's other layers, by the reason.
         not_synced: names of the model's parameters, and of buffers that a checkpoint fills, that the round will not write, as far
             as that is known.
-        tied: names of which nothing is taken, since the model serves them from the memory of another one; each with that one.
+        tied: names that the model serves from the memory of another one, whether the loader drops them or writes that again;
+            each with that one.
     """
 
     casts: dict[str, str] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,7 @@ from wt_common import PlanError, Side
 from wt_common.session import Metadata
 from wt_worker.installers.base import InstallResult, Prepared
 from wt_worker.placement.binding import Anchors, Binding, Landing, misfit
-from wt_worker.placement.plan import Plan
+from wt_worker.placement.plan import Copy, Plan
 from wt_worker.placement.trace import Target, TraceError, trace, unplannable
 
 __all__ = ["ModuleInstaller", "checkpoint_tensors"]
@@ -46,6 +46,8 @@ class ModuleInstaller:
         self._targets = checkpoint_tensors(self._model)
         casts = {} if self._load else self._check_by_name(metadata)
         plan = self._trace(metadata)
+        tied = _tied(plan) if self._load else {}  # by name, `install` compares them itself
+        casts |= _tied_casts(plan, tied)
         untouched = self._find_untouched(plan, metadata)
         if self.check_cover:
             _refuse_gaps(plan, [name for name in untouched if isinstance(self._targets[name], torch.nn.Parameter)])
@@ -56,7 +58,7 @@ class ModuleInstaller:
             if reason is not None:
                 not_in_place.setdefault(reason, []).append(name)
         binding = Binding(plan, self._targets, in_place)
-        prepared = Prepared(casts=casts, binding=binding, not_in_place=not_in_place, not_synced=untouched)
+        prepared = Prepared(casts=casts, binding=binding, not_in_place=not_in_place, not_synced=untouched, tied=tied)
         self._prepared = key, prepared, Anchors(self._model, self._targets)
         self._untouched = untouched
         self.route_id += 1
@@ -260,6 +262,25 @@ def checkpoint_tensors(model: torch.nn.Module, *, remove_duplicate: bool = False
             if leaf not in temporary:
                 found[f"{prefix}.{leaf}" if prefix else leaf] = buffer
     return found
+
+
+def _tied(plan: Plan) -> dict[str, str]:
+    """Names that go to the very elements to which an earlier one goes; each with that one."""
+    first: dict[tuple[Copy, ...], str] = {}
+    found = {name.name: first.setdefault(name.copies, name.name) for name in plan.names if name.copies}
+    return {name: of for name, of in found.items() if of != name}
+
+
+def _tied_casts(plan: Plan, tied: Mapping[str, str]) -> dict[str, str]:
+    """The dtype that the model has for both names of each pair, so that their bytes can be compared."""
+    casts = {}
+    for name in plan.names:
+        if name.name in tied or name.name in tied.values():
+            wanted = {plan.by_parameter[copy.parameter].dtype_name for copy in name.copies}
+            dtypes = [getattr(torch, each) for each in (*wanted, name.dtype_name)]
+            if len(wanted) == 1 and wanted != {name.dtype_name} and all(dtype.is_floating_point for dtype in dtypes):
+                casts[name.name] = wanted.pop()
+    return casts
 
 
 def _may_share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
