@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import requests
 from chaos_proxy import ACTIONS, CALLS, Rule
 from chaos_servers import Connected, all_of
-from harness import HostError, free_port
+from harness import HostError, unreachable_init_info
 
 if TYPE_CHECKING:
     from chaos import Driver
@@ -276,22 +276,11 @@ def _foreign(driver: Driver, trainer: Connected) -> Fault:
         ("finish", "start", "shutdown", "unreachable init") if driver.tp == 1 else ("shutdown", "unreachable init")
     )
     fault = _timed(f"foreign {call}", driver, seat.name)
-    info = {
-        "session_address": "127.0.0.1",
-        "session_port": free_port(),
-        "session_secret": "00" * 32,
-        "session": "none",
-        "schema": [1, 0],
-        "timeout_s": 0.5,
-        "max_group_bytes": 1 << 20,
-        "max_group_pieces": 1,
-        "num_buffers": 1,
-    }
     path, body = {
         "finish": (CALLS["finish"], {"weight_version": f"foreign{driver.number}"}),
         "start": (CALLS["start"], None),
         "shutdown": ("/shutdown_weight_transfer_engine", None),
-        "unreachable init": (CALLS["init"], {"init_info": info}),
+        "unreachable init": (CALLS["init"], {"init_info": unreachable_init_info()}),
     }[call]
 
     def strike(_: list[threading.Event]) -> None:

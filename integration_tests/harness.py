@@ -426,6 +426,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def unreachable_init_info() -> dict[str, Any]:
+    """An init info, complete, of a session whose sender does not listen."""
+    return {
+        "session_address": "127.0.0.1",
+        "session_port": free_port(),
+        "session_secret": "00" * 32,
+        "session": "none",
+        "schema": [1, 0],
+        "timeout_s": 0.5,
+        "max_group_bytes": 1 << 20,
+        "max_group_pieces": 1,
+        "num_buffers": 1,
+    }
+
+
 class VLLMServer(_Server):
     """An unmodified vLLM OpenAI server with the wt-worker plugin."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -60,6 +60,22 @@ def same_error(results: list[Any]) -> dict[str, Any]:
     return {**errors[0], "call_s": max(took_s)}
 
 
+def sends(trainer: TrainerHost) -> tuple[dict[str, Any], float]:
+    """The error that the call raises on this rank, and when it has."""
+    return raises(lambda: trainer.call("send")), time.monotonic()
+
+
+def all_lose_the_worker(trainers: list[TrainerHost], strike: Callable[[], float]) -> float:
+    """All ranks raise the same, that the worker is gone, in time; the seconds that took from `strike`, which says when it was."""
+    *results, killed_at = together(*(lambda t=t: sends(t) for t in trainers), strike)
+    errors = [{name: value for name, value in error.items() if name != "call_s"} for error, _ in results]
+    assert all(error == errors[0] for error in errors), errors
+    assert (errors[0]["type"], errors[0]["rank"], errors[0]["outcome"]) == ("PeerLostError", 0, "poisoned")
+    after_s = max(raised_at for _, raised_at in results) - killed_at
+    assert after_s < PROMPT_S
+    return float(after_s)
+
+
 def next_round_is_in_step(workers: list[WorkerHost], trainers: list[TrainerHost]) -> None:
     """The next call commits, without a new init, and is the same round for all ranks."""
     for trainer in trainers:
@@ -84,16 +100,7 @@ def test_worker_killed_while_ranks_gather(cast: Cast, measured: Measured, num_ra
         workers[0].kill()
         return struck_at
 
-    def send(trainer: TrainerHost) -> tuple[dict[str, Any], float]:
-        return raises(lambda: trainer.call("send")), time.monotonic()
-
-    *results, killed_at = together(*(lambda t=t: send(t) for t in trainers), strike)
-    errors = [{name: value for name, value in error.items() if name != "call_s"} for error, _ in results]
-    assert all(error == errors[0] for error in errors), errors
-    assert (errors[0]["type"], errors[0]["rank"], errors[0]["outcome"]) == ("PeerLostError", 0, "poisoned")
-    after_s = max(raised_at for _, raised_at in results) - killed_at
-    assert after_s < PROMPT_S
-    measured(after_s)
+    measured(all_lose_the_worker(trainers, strike))
     for trainer in trainers:
         assert_no_thread_left(trainer)
     replacement = cast.worker(MANY, engine="e", rank=0, size=1)
@@ -123,16 +130,7 @@ def test_worker_killed_while_one_rank_waits_to_send(cast: Cast, measured: Measur
         workers[0].kill()
         return struck_at
 
-    def send(trainer: TrainerHost) -> tuple[dict[str, Any], float]:
-        return raises(lambda: trainer.call("send")), time.monotonic()
-
-    *results, killed_at = together(*(lambda t=t: send(t) for t in trainers), strike)
-    errors = [{name: value for name, value in error.items() if name != "call_s"} for error, _ in results]
-    assert all(error == errors[0] for error in errors), errors
-    assert (errors[0]["type"], errors[0]["rank"], errors[0]["outcome"]) == ("PeerLostError", 0, "poisoned")
-    after_s = max(raised_at for _, raised_at in results) - killed_at
-    assert after_s < PROMPT_S
-    measured(after_s)
+    measured(all_lose_the_worker(trainers, strike))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -249,11 +247,8 @@ def test_rank_killed_while_ranks_gather(cast: Cast, measured: Measured, num_rank
         trainers[victim].kill()
         return struck_at
 
-    def send(trainer: TrainerHost) -> tuple[dict[str, Any], float]:
-        return raises(lambda: trainer.call("send")), time.monotonic()
-
     _, *results, killed_at = together(
-        lambda: lost(lambda: trainers[victim].call("send")), *(lambda t=t: send(t) for t in survivors), strike
+        lambda: lost(lambda: trainers[victim].call("send")), *(lambda t=t: sends(t) for t in survivors), strike
     )
     for error, _ in results:
         assert (error["type"], error["rank"], error["side"], error["outcome"]) == (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Cast, EmbeddedServer, HostError, TrainerHost, free_port, together
+from harness import Cast, EmbeddedServer, HostError, TrainerHost, together, unreachable_init_info
 from test_failures import lost
 from test_rounds import committed, raises
 
@@ -248,18 +248,7 @@ def test_shut_down_engine_leaves_the_server_running(
 def test_unreachable_address_evicts_nobody(embedded: EmbeddedServer, connect: Callable[..., TrainerHost]) -> None:
     """An init that names an address where nobody listens fails; the trainer that is connected goes on."""
     trainer = connect()
-    info = {
-        "session_address": "127.0.0.1",
-        "session_port": free_port(),
-        "session_secret": "00" * 32,
-        "session": "none",
-        "schema": [1, 0],
-        "timeout_s": 0.5,
-        "max_group_bytes": 1 << 20,
-        "max_group_pieces": 1,
-        "num_buffers": 1,
-    }
-    reply = embedded.post("/init_weight_transfer_engine", init_info=info)
+    reply = embedded.post("/init_weight_transfer_engine", init_info=unreachable_init_info())
     assert reply.status_code == 500
     assert "cannot connect" in reply.json()["error"]["message"]
     committed(trainer.call("send", weight_version="goes on"))
