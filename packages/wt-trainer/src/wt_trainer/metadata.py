@@ -64,7 +64,8 @@ class RoundMetadata:
         names = tuple(meta.name for meta in metas)
         if not names:
             raise PlanError("the source's metadata names no parameter", side=Side.TRAINER)
-        if len(set(names)) != len(names):
+        known = set(names)
+        if len(known) != len(names):
             seen: set[str] = set()
             twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             raise PlanError(f"parameter {twice!r} comes twice in the source's metadata", side=Side.TRAINER, param=twice)
@@ -78,7 +79,7 @@ class RoundMetadata:
                 )
         aliases = dict(source.aliases)
         for alias, name in aliases.items():
-            if alias in names or name not in names:
+            if alias in known or name not in known:
                 raise PlanError(
                     f"alias {alias!r} of {name!r}: expected a name that the source's metadata lacks, for one that it has",
                     side=Side.TRAINER,

@@ -53,16 +53,16 @@ class _Label:
     published: str | None = None
 
 
+def _unmarked(label: str) -> str:
+    return label.removesuffix(POISONED_SUFFIX)
+
+
 def _marked(label: str) -> str:
-    return label.removesuffix(POISONED_SUFFIX) + POISONED_SUFFIX
+    return _unmarked(label) + POISONED_SUFFIX
 
 
 def _marked_after(owed: _Label, label: str) -> str:
     return _marked(owed.wanted(label))
-
-
-def _unmarked(label: str) -> str:
-    return label.removesuffix(POISONED_SUFFIX)
 
 
 class Serving:

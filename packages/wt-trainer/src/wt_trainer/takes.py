@@ -70,10 +70,13 @@ def check_tied(
     Raises:
         PlanError: two differ; the text names them.
     """
-    wire = [casts.get(name, dtype) for name, dtype in zip(metadata.names, metadata.dtype_names, strict=True)]
+
+    def wire(place: int) -> str:
+        return casts.get(metadata.names[place], metadata.dtype_names[place])
+
     for rank in ranks:
         for place, of in rank.placed.tied:
-            if sent[place] != sent[of] and wire[place] == wire[of]:
+            if sent[place] != sent[of] and wire(place) == wire(of):
                 name = metadata.names[place]
                 raise _error(
                     [rank],
