@@ -43,6 +43,7 @@ from wt_common.session import (
     Metadata,
     Ready,
 )
+from wt_worker.checkpoint import load_format
 from wt_worker.engine import WeightTransferEngine
 from wt_worker.identity import Identity
 from wt_worker.installers import choose_installer
@@ -376,7 +377,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
         if in_hand is not None:
             in_hand.installer.commit()
         self._half_written = self._left_half_written(in_hand)
-        if self._load_format == "dummy":
+        if load_format(self.vllm_config) == "dummy":
             self._unset[id(self.model)] = self._unset_names(self._not_synced)
         self.last_outcome = Outcome.COMMITTED
 
@@ -395,15 +396,9 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             rounds = {digest: names for digest, names in rounds.items() if names}
         return {**left, id(self.model): rounds} if rounds else left
 
-    @property
-    def _load_format(self) -> str:
-        """How the server got its first weights, in vLLM's words; empty where that is not known."""
-        found = getattr(getattr(self.vllm_config, "load_config", None), "load_format", "")
-        return str(getattr(found, "value", found))
-
     def _unset_names(self, not_synced: Collection[str]) -> frozenset[str]:
         """Those of `not_synced` that have had random values since the server was started."""
-        if self._load_format != "dummy":
+        if load_format(self.vllm_config) != "dummy":
             return frozenset()
         known = self._unset.get(id(self.model))
         return frozenset(not_synced) if known is None else known.intersection(not_synced)
@@ -637,7 +632,7 @@ class SessionWeightTransferEngine(WeightTransferEngine[TSessionInitInfo, Session
             poisoned=bool(self._half_written),
             held=self._held,
             can_sleep=self._can_sleep(),
-            load_format=self._load_format,
+            load_format=load_format(self.vllm_config),
             shares_model=self._shares_model(),
             server=self._server,
         )

@@ -27,10 +27,10 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
 from wt_common import ConfigurationError
+from wt_worker.checkpoint import checkpoint_tensors
 from wt_worker.completions import Completions
 from wt_worker.engine import WeightTransferConfig
 from wt_worker.factory import WeightTransferEngineFactory
-from wt_worker.installers.module import checkpoint_tensors
 from wt_worker.model_digest import model_digest
 
 __all__ = ["ModelHost", "make_app"]

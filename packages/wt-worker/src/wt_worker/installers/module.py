@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from wt_common import PlanError, Side
 from wt_common.session import Metadata
+from wt_worker.checkpoint import checkpoint_tensors
 from wt_worker.installers.base import InstallResult, Prepared
-from wt_worker.placement.binding import Anchors, Binding, Landing, misfit
+from wt_worker.placement.binding import Anchors, Binding, Landing, misfit, share_memory
 from wt_worker.placement.plan import Copy, Plan
 from wt_worker.placement.trace import Target, TraceError, trace, unplannable
 
-__all__ = ["ModuleInstaller", "checkpoint_tensors"]
+__all__ = ["ModuleInstaller"]
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -158,14 +160,10 @@ class ModuleInstaller:
                     probes=probes,
                 )
         except TraceError as error:
-            if error.reads_values:
-                plan = unplannable(rows, targets, str(error))
-                return plan.with_aliases(metadata.aliases, self._share_memory)
-            raise _plan_error(error.name, f"parameter {error.name!r}: {error}") from error
-        return plan.with_aliases(metadata.aliases, self._share_memory)
-
-    def _share_memory(self, one: str, other: str) -> bool:
-        return self._targets[one].data_ptr() == self._targets[other].data_ptr() != 0
+            if not error.reads_values:
+                raise _plan_error(error.name, f"parameter {error.name!r}: {error}") from error
+            plan = unplannable(rows, targets, str(error))
+        return plan.with_aliases(metadata.aliases, partial(share_memory, self._targets))
 
     @torch.no_grad()
     def _load_by_name(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -253,17 +251,6 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
                 tensor.data = data
 
 
-def checkpoint_tensors(model: torch.nn.Module, *, remove_duplicate: bool = False) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of `model`; tied ones under each of their names, unless duplicates are removed."""
-    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=remove_duplicate))
-    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
-        temporary = module._non_persistent_buffers_set  # noqa: SLF001  # torch has no other way
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf not in temporary:
-                found[f"{prefix}.{leaf}" if prefix else leaf] = buffer
-    return found
-
-
 def _tied(plan: Plan) -> dict[str, str]:
     """Names that go to the very elements to which an earlier one goes; each with that one."""
     first: dict[tuple[Copy, ...], str] = {}
@@ -274,8 +261,9 @@ def _tied(plan: Plan) -> dict[str, str]:
 def _tied_casts(plan: Plan, tied: Mapping[str, str]) -> dict[str, str]:
     """The dtype that the model has for both names of each pair, so that their bytes can be compared."""
     casts = {}
+    both = {*tied, *tied.values()}
     for name in plan.names:
-        if name.name in tied or name.name in tied.values():
+        if name.name in both:
             wanted = {plan.by_parameter[copy.parameter].dtype_name for copy in name.copies}
             dtypes = [getattr(torch, each) for each in (*wanted, name.dtype_name)]
             if len(wanted) == 1 and wanted != {name.dtype_name} and all(dtype.is_floating_point for dtype in dtypes):

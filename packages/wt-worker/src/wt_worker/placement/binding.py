@@ -13,7 +13,7 @@ import torch
 from wt_worker.placement.installed import InstalledDigests
 from wt_worker.placement.plan import Box, Copy, NamePlan, Plan
 
-__all__ = ["Anchors", "Binding", "Landing", "misfit"]
+__all__ = ["Anchors", "Binding", "Landing", "misfit", "share_memory"]
 
 _MASK = (1 << 64) - 1
 
@@ -45,6 +45,11 @@ def misfit(plan: Plan, parameter: str, tensor: torch.Tensor) -> str | None:
         if want != got:
             return f"{parameter} is served with {what} {got}, and loaded with {want}"
     return None
+
+
+def share_memory(tensors: Mapping[str, torch.Tensor], one: str, other: str) -> bool:
+    """Whether two of `tensors` begin in the same memory; one that is not among them, or has none, does not."""
+    return one in tensors and other in tensors and tensors[one].data_ptr() == tensors[other].data_ptr() != 0
 
 
 class Anchors:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from wt_common.session import Metadata
+from wt_worker.checkpoint import load_format
 from wt_worker.installers.base import InstallResult, Prepared
-from wt_worker.placement.binding import Anchors, Binding, Landing, misfit
+from wt_worker.placement.binding import Anchors, Binding, Landing, misfit, share_memory
 from wt_worker.placement.describe import LayerDescription, PlanDescription
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import REPLACED, STRAY, Target, TraceError, unplannable
@@ -61,8 +63,7 @@ class VLLMInstaller:
         self._replays: dict[str, Replay] = {}
         self._proof: Proof | None = None
         # vLLM gives every parameter the same random row then: each looks like a copy of the others, and proves nothing.
-        load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", "")
-        self._is_random = getattr(load_format, "value", load_format) == "dummy"
+        self._is_random = load_format(vllm_config) == "dummy"
 
     # --- before a round ------------------------------------------------------------------------------------
 
@@ -124,8 +125,7 @@ class VLLMInstaller:
             targets = [Target(name, name.rpartition(".")[0], tensor) for name, tensor in self._model.named_parameters()]
             plan, made = unplannable(rows, targets, str(error)), []
         refuse_detached_views(self._model)
-        live = live_tensors(self._model)
-        plan = plan.with_aliases(metadata.aliases, lambda one, other: _share_memory(live, one, other))
+        plan = plan.with_aliases(metadata.aliases, partial(share_memory, live_tensors(self._model)))
         layers = self._judge(plan, f"its loader makes tensors of its own ({made[0]})" if made else None)
         refuse_other_shapes(self._model, plan, layers)
         strays = {name.name for name in plan.names if name.problem}
@@ -391,11 +391,6 @@ def _can_be_replayed(plan: Plan, layer: Layer) -> bool:
     """Whether filling its parameters as the plan says, in any order, gives what its loader gives, and vLLM then installs them."""
     parameters = [plan.by_parameter[name] for name in layer.parameters]
     return not any(each.problem or each.is_optional or plan.cover.get(each.name) for each in parameters)
-
-
-def _share_memory(live: Mapping[str, torch.Tensor], one: str, other: str) -> bool:
-    """Whether two parameters are served from the same memory."""
-    return one in live and other in live and live[one].data_ptr() == live[other].data_ptr() != 0
 
 
 def _casts(plan: Plan, rounded: Mapping[str, torch.dtype]) -> dict[str, str]:

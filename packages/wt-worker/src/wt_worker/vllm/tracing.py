@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from wt_worker.checkpoint import persistent_buffers
 from wt_worker.placement.plan import Plan
 from wt_worker.placement.trace import REPLACED, Target, trace
 
@@ -77,13 +78,8 @@ SET_BY_VLLM = {
 
 def checkpoint_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's persistent buffers that a checkpoint may fill: not those that vLLM sets itself."""
-    found = {}
-    for prefix, module in model.named_modules():
-        temporary = module._non_persistent_buffers_set  # noqa: SLF001  # torch has no other way
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf not in temporary and not leaf.endswith(tuple(SET_BY_VLLM)):
-                found[f"{prefix}.{leaf}" if prefix else leaf] = buffer
-    return found
+    ends = tuple(SET_BY_VLLM)
+    return {name: buffer for name, buffer in persistent_buffers(model).items() if not name.endswith(ends)}
 
 
 def skipped_names(model: torch.nn.Module) -> set[str]:
