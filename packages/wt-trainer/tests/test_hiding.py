@@ -131,6 +131,26 @@ def test_replies_that_are_none_give_nothing_away(echo, log, monkeypatch):
     assert_hidden(*all_of(caught.value), log.text)
 
 
+def test_sleeping_server_whose_metrics_fail_gives_nothing_away(echo, log, monkeypatch):
+    """So with a call that is made after the others, on the caller's own thread."""
+    answer = Echo._answer
+
+    def say_asleep(self):
+        if self.path == "/metrics":
+            return answer(self)
+        text = b'{"is_paused": true, "is_sleeping": true}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        return self.wfile.write(text)
+
+    monkeypatch.setattr(Echo, "do_GET", say_asleep)
+    with pytest.raises(WeightTransferError, match="/metrics: cannot read") as caught:
+        client_at(echo).running()
+    assert "***" in str(caught.value)
+    assert_hidden(*all_of(caught.value), log.text)
+
+
 def test_servers_that_cannot_be_reached_give_nothing_away(refusing, log):
     """An error of the connection names host and port alone."""
     for error in fail(client_at(refusing)):

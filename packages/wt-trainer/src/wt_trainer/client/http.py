@@ -227,26 +227,22 @@ class HTTPVLLMWeightSyncClient:
 
     def pause_server(self, server: int) -> None:
         """One server does not generate, in the client's own mode."""
-        with self._hidden.from_errors():
-            self._request("POST", self.base_urls[server], "/pause", params={"mode": self.pause_mode})
+        self._request("POST", self.base_urls[server], "/pause", params={"mode": self.pause_mode})
 
     def resume_server(self, server: int, *, within: float) -> None:
         """One server generates; the call takes `within` seconds at most, also past a bound."""
-        with self._hidden.from_errors():
-            self._request("POST", self.base_urls[server], "/resume", within=within)
+        self._request("POST", self.base_urls[server], "/resume", within=within)
 
     def label(self, server: int, *, within: float) -> str | None:
         """The version that one server publishes; None where it has no route for it (before vLLM 0.28)."""
         url = self.base_urls[server]
-        with self._hidden.from_errors():
-            reply = _none_if_missing(lambda: self._request("GET", url, "/weight_info", within=within))
-            return None if reply is None else str(_object_of(reply, "weight_version")["weight_version"])
+        reply = _none_if_missing(lambda: self._request("GET", url, "/weight_info", within=within))
+        return None if reply is None else str(self._object_of(reply, "weight_version")["weight_version"])
 
     def set_label(self, server: int, label: str, *, within: float) -> None:
         """One server publishes `label`."""
         url = self.base_urls[server]
-        with self._hidden.from_errors():
-            self._request("POST", url, "/update_weight_version", json={"new_version": label}, within=within)
+        self._request("POST", url, "/update_weight_version", json={"new_version": label}, within=within)
 
     def _resume(self, urls: Sequence[str], within: float) -> None:
         """Resume `urls`, also when the deadline has passed."""
@@ -323,11 +319,11 @@ class HTTPVLLMWeightSyncClient:
         return [said[url, "paused"] for url in self.base_urls]
 
     def _is_paused(self, url: str) -> bool:
-        return bool(_object_of(self._request("GET", url, "/is_paused"), "is_paused")["is_paused"])
+        return bool(self._object_of(self._request("GET", url, "/is_paused"), "is_paused")["is_paused"])
 
     def _says_asleep(self, url: str) -> bool:
         reply = _none_if_missing(lambda: self._request("GET", url, "/is_sleeping"))
-        return reply is not None and bool(_object_of(reply).get("is_sleeping"))
+        return reply is not None and bool(self._object_of(reply).get("is_sleeping"))
 
     def _is_asleep(self, url: str, is_paused: bool) -> bool:
         """Whether the weights of a server that says it sleeps are out of memory.
@@ -362,7 +358,7 @@ class HTTPVLLMWeightSyncClient:
 
         def ask(url: str) -> Any:
             reply = _none_if_missing(lambda: self._request("GET", url, path))
-            return None if reply is None else _object_of(reply).get(key)
+            return None if reply is None else self._object_of(reply).get(key)
 
         return self._each(ask)
 
@@ -407,10 +403,9 @@ class HTTPVLLMWeightSyncClient:
             timeout=deadline - time.monotonic(),
             return_when=ALL_COMPLETED if tries_all else FIRST_EXCEPTION,
         )
-        with self._hidden.from_errors():
-            for future in of_calls.values():
-                if future.done():
-                    future.result()  # raises, if it has failed
+        for future in of_calls.values():
+            if future.done():
+                future.result()  # raises, if it has failed
         for key, future in of_calls.items():
             if not future.done():
                 raise RoundTimeoutError(f"{key[0]}: no complete reply in time", side="trainer")
@@ -425,28 +420,45 @@ class HTTPVLLMWeightSyncClient:
     def _request(
         self, method: str, base_url: str, path: str, *, within: float | None = None, **kwargs: Any
     ) -> requests.Response:
+        """The reply, if its status is one of success. Every call to a server goes this way: errors are without credentials."""
         import requests
 
-        left = self._left_s() if within is None else within
-        if left == 0:
-            raise RoundTimeoutError(f"{method} {base_url}{path}: not sent, the deadline has passed", side="trainer")
-        ends = time.monotonic() + left
+        with self._hidden.from_errors():
+            left = self._left_s() if within is None else within
+            if left == 0:
+                raise RoundTimeoutError(f"{method} {base_url}{path}: not sent, the deadline has passed", side="trainer")
+            ends = time.monotonic() + left
+            try:
+                reply = self._connections[base_url].request(method, path, timeout=left, **kwargs)
+            except (
+                requests.RequestException,
+                ValueError,
+            ) as exc:  # a ValueError: of an address or a proxy that cannot be read
+                if isinstance(exc, requests.Timeout) or time.monotonic() >= ends:  # a body's is no Timeout
+                    raise RoundTimeoutError(
+                        f"{method} {base_url}{path}: no reply within {left:.1f} s", side="trainer"
+                    ) from exc
+                raise TransportError(f"{method} {base_url}{path}: {exc}", side="trainer") from exc
+            if 200 <= reply.status_code < 300:
+                return reply
+            raise _HTTPStatusError(
+                f"{reply.status_code} on {method} {base_url}{path}: {_explain(reply)}", reply.status_code
+            )
+
+    def _object_of(self, reply: requests.Response, *keys: str) -> dict[str, Any]:
+        """The JSON object of a reply, with at least `keys`; anything else comes from another kind of server."""
         try:
-            reply = self._connections[base_url].request(method, path, timeout=left, **kwargs)
-        except (
-            requests.RequestException,
-            ValueError,
-        ) as exc:  # a ValueError: of an address or a proxy that cannot be read
-            if isinstance(exc, requests.Timeout) or time.monotonic() >= ends:  # a body's is no Timeout
-                raise RoundTimeoutError(
-                    f"{method} {base_url}{path}: no reply within {left:.1f} s", side="trainer"
-                ) from exc
-            raise TransportError(f"{method} {base_url}{path}: {exc}", side="trainer") from exc
-        if 200 <= reply.status_code < 300:
-            return reply
-        raise _HTTPStatusError(
-            f"{reply.status_code} on {method} {base_url}{path}: {_explain(reply)}", reply.status_code
-        )
+            payload = reply.json()
+        except ValueError:
+            payload = None
+        if not isinstance(payload, dict) or not payload.keys() >= set(keys):
+            raise self._hidden.error(
+                TransportError(
+                    f"{reply.url}: expected a JSON object with {list(keys)}, got {reply.text[:200]!r}; is this a vLLM server?",
+                    side="trainer",
+                )
+            )
+        return payload
 
 
 def _without_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
@@ -498,20 +510,6 @@ def _none_if_missing(call: Callable[[], requests.Response]) -> requests.Response
         if exc.status in (404, 405):
             return None
         raise
-
-
-def _object_of(reply: requests.Response, *keys: str) -> dict[str, Any]:
-    """The JSON object of a reply, with at least `keys`; anything else comes from another kind of server."""
-    try:
-        payload = reply.json()
-    except ValueError:
-        payload = None
-    if not isinstance(payload, dict) or not payload.keys() >= set(keys):
-        raise TransportError(
-            f"{reply.url}: expected a JSON object with {list(keys)}, got {reply.text[:200]!r}; is this a vLLM server?",
-            side="trainer",
-        )
-    return payload
 
 
 def _succeeded(reply: requests.Response) -> bool:
